@@ -1,0 +1,82 @@
+"""What the daemon says of itself: frozen values whose counts add up. Prometheus, `flatcake status`, the page and tests read them.
+
+Names of counters end in `_total` and never fall while the daemon lives; everything else is the state of this moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """One place that holds blocks: the arena, or one SSD path. `free + reserved + committed + releasing == quota`."""
+
+    name: str  # "memory" or the SSD path
+    medium: str
+    quota_bytes: int
+    committed_bytes: int  # segments with their footers; on SSD with what else their files hold
+    reserved_bytes: int  # of turns under way and tails of pre-allocated files
+    releasing_bytes: int  # unpublished, not free yet: being deleted, or could not be deleted
+    free_bytes: int
+    largest_free_bytes: int
+    sessions: int
+    segments: int
+    blocks: int
+    files: int = 0
+    written_bytes: int = 0  # data committed in the files that are there; reserved / written is the price of headroom
+    direct: bool = False  # O_DIRECT works here
+    huge_pages: bool = False
+    failure: str = ""  # not empty: this path is out of service, and why
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    lookups_total: int = 0
+    lookup_blocks_total: int = 0
+    hit_blocks_total: dict[str, int] = field(default_factory=dict)  # by medium
+    hit_bytes_total: dict[str, int] = field(default_factory=dict)  # by medium
+    turns_begun_total: int = 0
+    turns_committed_total: int = 0
+    turns_aborted_total: int = 0
+    turns_refused_total: int = 0
+    stored_blocks_total: dict[str, int] = field(default_factory=dict)  # by "medium/reason" of the placement
+    stored_bytes_total: dict[str, int] = field(default_factory=dict)  # by medium
+    duplicate_blocks_total: int = 0
+    sessions_reclaimed_total: dict[str, int] = field(default_factory=dict)  # by pool name
+    sessions_dropped_total: int = 0  # by an operator's word
+    files_trimmed_total: int = 0
+    files_sealed_total: int = 0
+    corrupt_segments_total: int = 0
+    disk_failures_total: int = 0
+    clients_lost_total: int = 0  # connections that ended holding something
+    descriptors_handed_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    blocks: int
+    bytes: int
+    bytes_per_block: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    version: str
+    incarnation: str
+    node_id: int
+    started_s: float  # wall clock
+    uptime_s: float
+    ready_s: float  # from start to the first request served
+    rss_bytes: int
+    spaces: int
+    sessions: int
+    segments: int
+    clients: int
+    leases: int
+    pinned_sessions: int
+    open_turns: int
+    index: IndexStats
+    pools: tuple[PoolStats, ...]
+    counters: Counters
+    rpc_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)  # verb -> (count, seconds in all)
