@@ -57,6 +57,7 @@ class SegmentRecord:
     first_block: int
     reason: str  # of its placement
     keys: KeyArray
+    parent_key: bytes  # 16 bytes: the key before keys[0] in its chain; of the first block, the root key
     file_id: FileId = FileId(0)
     file_offset: int = 0
 

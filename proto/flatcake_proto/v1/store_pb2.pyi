@@ -379,6 +379,7 @@ class BeginTurnRequest(_message.Message):
     PREVIOUS_REPLY_TOKENS_FIELD_NUMBER: _builtins.int
     SHARE_COUNTS_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
+    ROOT_KEY_FIELD_NUMBER: _builtins.int
     client_id: _builtins.int
     incarnation: _builtins.bytes
     fingerprint: _builtins.bytes
@@ -390,6 +391,8 @@ class BeginTurnRequest(_message.Message):
     context_tokens: _builtins.int
     previous_reply_tokens: _builtins.int
     turn: _builtins.int
+    root_key: _builtins.bytes
+    """16 bytes: the parent of keys[0], derived from fingerprint and salt"""
     @_builtins.property
     def share_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty, or one a key"""
@@ -407,10 +410,11 @@ class BeginTurnRequest(_message.Message):
         previous_reply_tokens: _builtins.int | None = ...,
         share_counts: _abc.Iterable[_builtins.int] | None = ...,
         turn: _builtins.int | None = ...,
+        root_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_previous_reply_tokens", b"_previous_reply_tokens", "_turn", b"_turn", "context_tokens", b"context_tokens", "previous_reply_tokens", b"previous_reply_tokens", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_previous_reply_tokens", b"_previous_reply_tokens", "_turn", b"_turn", "client_id", b"client_id", "context_tokens", b"context_tokens", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "keys", b"keys", "previous_reply_tokens", b"previous_reply_tokens", "session", b"session", "shard", b"shard", "share_counts", b"share_counts", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_previous_reply_tokens", b"_previous_reply_tokens", "_turn", b"_turn", "client_id", b"client_id", "context_tokens", b"context_tokens", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "keys", b"keys", "previous_reply_tokens", b"previous_reply_tokens", "root_key", b"root_key", "session", b"session", "shard", b"shard", "share_counts", b"share_counts", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__context_tokens: _TypeAlias = _typing.Literal["context_tokens"]  # noqa: Y015
     _WhichOneofArgType__context_tokens: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens"]  # noqa: Y015
