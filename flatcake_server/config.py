@@ -1,0 +1,396 @@
+"""What a node is told: `flatcake.toml`, `FLATCAKE_*` over it, flags over both.
+
+`NodeConfig` is local to a node. `ClusterConfig` is what all nodes that share blocks must agree on; its fingerprint is in
+the hello, so two nodes that differ refuse each other instead of misreading bytes. Both are frozen: a running daemon's
+configuration never changes.
+
+Each option is declared once, here, with its unit, its reason and its default; the flags of `flatcake serve`,
+`deploy/flatcake.toml` and the table in the documentation are made from this declaration. What is wrong is refused at
+start, in one line that says what to do; nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from flatcake_server.units import format_duration, format_size, parse_duration, parse_listen, parse_size
+from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
+from flatcake_transport.layout import ALIGN_BYTES, GRANULE_BYTES_MIN
+
+ENVIRONMENT_PREFIX: Final = "FLATCAKE_"
+SYSTEM_CONFIG: Final = Path("/etc/flatcake/flatcake.toml")
+SOCKET_NAME: Final = "flatcake.sock"
+HANDOVER_SUFFIX: Final = ".fds"  # the socket that hands out file descriptors stands beside the one for gRPC
+# sun_path has 108 bytes with its terminating zero; the longer of the two sockets must fit.
+SOCKET_BYTES_MAX: Final = 107 - len(HANDOVER_SUFFIX)
+MEMORY_BYTES_MIN: Final = 1 << 20
+SSD_BYTES_MIN: Final = 16 << 20
+
+# Read by the client and by `flatcake` itself, so they are no options of the node.
+_OTHER_VARIABLES: Final = {"FLATCAKE_ENDPOINT", "FLATCAKE_CONFIG"}
+# Kubernetes puts these into every pod beside a Service whose name starts with "flatcake".
+_SERVICE_LINK: Final = re.compile(r"FLATCAKE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
+# Options of clusters: they have their names and defaults today, and any other value is refused until it is served.
+_NOT_SERVED_YET: Final = ("directory", "peers", "redis_url", "peer_timeout", "ucx_listen", "nvmeof")
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong. The message is one line and says what to do."""
+
+
+def _words(value: object) -> object:
+    """A list as people write it in a variable or a flag: "a,b"."""
+    if isinstance(value, str):
+        return tuple(word.strip() for word in value.split(",") if word.strip())
+    return value
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return size_bytes // ALIGN_BYTES * ALIGN_BYTES
+
+
+def _address(value: object) -> object:
+    if isinstance(value, str):
+        parse_listen(value)
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), AfterValidator(_whole_pages)]
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+Address = Annotated[str, BeforeValidator(_address)]
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_words)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Bound = Annotated[int, Field(ge=1, le=1 << 40)]
+
+
+class ClusterConfig(BaseModel):
+    """What nodes must agree on to read each other's blocks. Not options: a release fixes them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = 1  # of segments, footers and messages between nodes
+    key: str = "sha256/16, parent + tokens u32le + extra"
+    address: str = "medium:4 node:12 offset:48"
+    align_bytes: int = ALIGN_BYTES
+    granule_bytes_min: int = GRANULE_BYTES_MIN
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes; equal configurations give equal ones on every machine and Python version."""
+        text = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(b"flatcake/cluster/1\0" + text.encode()).digest()[:16]
+
+
+class NodeConfig(BaseModel):
+    """One node. Sizes are bytes in whole pages, durations seconds, watermarks fractions of the quota."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, str_strip_whitespace=True)
+
+    socket: Path = Field(
+        default_factory=lambda: default_socket(os.environ),
+        description="Unix socket for local engines and operators; descriptors are handed out beside it, at <socket>.fds. "
+        "Default: /run/flatcake/flatcake.sock, or under $XDG_RUNTIME_DIR where /run/flatcake cannot be written.",
+    )
+    socket_mode: str = Field(
+        "0660",
+        pattern=r"^0?[0-7]{3}$",
+        description="Octal permissions of the sockets. Who may connect may read every block: keep others out.",
+    )
+    grpc_listen: Address = Field(
+        "127.0.0.1:7450",
+        description='host:port for gRPC, e.g. [::]:7450 for IPv4 and IPv6, or "off". '
+        "Unencrypted and without passwords, so loopback unless the network is trusted.",
+    )
+    http_listen: Address = Field(
+        "127.0.0.1:7451",
+        description='host:port for /metrics, /healthz, /status and the web page, or "off". Read only.',
+    )
+    memory_bytes: Size = Field(
+        1 << 30,
+        ge=MEMORY_BYTES_MIN,
+        le=OFFSET_LIMIT,
+        description="Size of the memory arena; taken when the daemon starts, never more. Agents' short turns live here.",
+    )
+    huge_pages: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="auto: reserved huge pages (hugetlbfs) when enough are free, else transparent ones; on: refuse to "
+        "start without reserved ones; off: never reserved ones. They make mapping and registering the arena cheaper.",
+    )
+    ssd_paths: Paths = Field(
+        (),
+        description="Directories for session files, one a disk; a path that fails costs its own sessions only. "
+        "Each must exist and belong to this daemon alone. Empty: a node of memory only.",
+    )
+    ssd_bytes: Size = Field(
+        8 << 30,
+        ge=SSD_BYTES_MIN,
+        le=OFFSET_LIMIT,
+        description="Hard quota over all ssd_paths together, split evenly between them. Holds at every instant.",
+    )
+    memory_high_watermark: Fraction = Field(
+        0.95, description="Fraction of memory_bytes above which least recently used sessions are dropped."
+    )
+    memory_low_watermark: Fraction = Field(
+        0.90, description="Fraction of memory_bytes at which dropping stops: the distance makes it rare and batched."
+    )
+    ssd_high_watermark: Fraction = Field(
+        0.95, description="Fraction of a path's quota above which least recently used sessions are dropped."
+    )
+    ssd_low_watermark: Fraction = Field(0.90, description="Fraction of a path's quota at which dropping stops.")
+    session_trim_after: Duration = Field(
+        600.0,
+        gt=0,
+        description="A session idle for so long gives back the unused tail of its file; its next turn opens another.",
+    )
+    agent_context_tokens: int = Field(
+        8192,
+        ge=0,
+        description="Tokens of context above which a turn goes to SSD: a long context is worth one long read, and few "
+        "of them would fill the memory.",
+    )
+    short_reply_tokens: int = Field(
+        512,
+        ge=0,
+        description="Tokens of the previous reply up to which a turn counts as an agent's short step and stays in "
+        "memory: its next turn comes soon.",
+    )
+    lease_ttl: Duration = Field(
+        30.0,
+        ge=1,
+        le=3600,
+        description="A reader without progress for so long loses its lease: blocks of a stuck engine can be reclaimed.",
+    )
+    verify: Literal["off", "remote", "all"] = Field(
+        "remote", description="Which reads clients check against checksums: none, those from other nodes, or all."
+    )
+    sync_commits: bool = Field(
+        True,
+        description="true: a committed turn survives a power cut; false: it survives a crash of the daemon, and commits "
+        "do not wait for the disk's cache.",
+    )
+    clients_max: Bound = Field(1024, description="Engine processes connected at once.")
+    spaces_max: Bound = Field(1024, description="Spaces (a model in one layout) known at once.")
+    sessions_max: Bound = Field(
+        1_000_000, description="Sessions stored at once; about 1 KiB of the daemon's memory each."
+    )
+    index_blocks_max: Bound = Field(20_000_000, description="Blocks stored at once; at most 50 B of memory each.")
+    leases_max: Bound = Field(65_536, description="Leases of readers alive at once.")
+    open_turns_max: Bound = Field(4096, description="Turns being written at once.")
+    disk_queue_max: Bound = Field(
+        1024, description="Operations waiting for one SSD path; beyond it writes are refused."
+    )
+    rpcs_max: Bound = Field(1024, description="gRPC calls being served at once; beyond it calls are refused.")
+    message_bytes_max: Size = Field(
+        16 << 20,
+        ge=1 << 20,
+        le=1 << 30,
+        description="Largest gRPC message: 16 bytes a key, so a million blocks a request.",
+    )
+    drain_timeout: Duration = Field(
+        10.0,
+        description="How long a stopping daemon waits for open turns to commit. Past it they are aborted.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="One event a line, on stderr.")
+    node_id: int = Field(0, ge=0, lt=NODES_MAX, description="Number of this node in its cluster; in every address.")
+    directory: str = Field(
+        "none", description='How nodes find each other: "none", "static" or "redis". This version serves "none".'
+    )
+    peers: Words = Field((), description="gRPC addresses of the other nodes, for directory static. Not served yet.")
+    redis_url: str = Field("", description="Redis or Valkey, for directory redis. Not served yet.")
+    peer_timeout: Duration = Field(
+        2.0, gt=0, description="A peer silent for so long is a miss. No effect while directory is none."
+    )
+    ucx_listen: str = Field("off", description='host:port for one-sided reads by peers, or "off". Not served yet.')
+    nvmeof: str = Field("off", description='Export of session files to peers over NVMe-oF, or "off". Not served yet.')
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        return ClusterConfig()
+
+    @property
+    def handover_path(self) -> Path:
+        """The unix socket that hands out file descriptors."""
+        return self.socket.with_name(self.socket.name + HANDOVER_SUFFIX)
+
+    @property
+    def ssd_path_bytes(self) -> int:
+        """Quota of each SSD path: an even share of `ssd_bytes`, whole pages. 0 without paths."""
+        return _whole_pages(self.ssd_bytes // len(self.ssd_paths)) if self.ssd_paths else 0
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for medium in ("memory", "ssd"):
+            low, high = (getattr(self, f"{medium}_{end}_watermark") for end in ("low", "high"))
+            if low >= high:
+                raise ValueError(
+                    f"{medium}_low_watermark is {low} and {medium}_high_watermark {high}: set the low one below the high one"
+                )
+        if self.ssd_paths and self.ssd_path_bytes < SSD_BYTES_MIN:
+            raise ValueError(
+                f"ssd_bytes gives each of {len(self.ssd_paths)} ssd_paths {format_size(self.ssd_path_bytes)}: "
+                f"give at least {format_size(SSD_BYTES_MIN)} a path"
+            )
+        _refuse_bad_paths(self.socket, self.ssd_paths)
+        for name in _NOT_SERVED_YET:
+            field = type(self).model_fields[name]
+            if getattr(self, name) != field.default:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, which this version cannot serve yet: remove it "
+                    f"(the default is {field.default!r})"
+                )
+        return self
+
+
+def _refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path]) -> None:
+    if len(os.fsencode(socket)) > SOCKET_BYTES_MAX:
+        raise ValueError(f"socket {socket} is longer than {SOCKET_BYTES_MAX} bytes: choose a shorter path")
+    for path in (socket, *ssd_paths):
+        if not path.is_absolute():
+            raise ValueError(f"path {path} is relative: write it from the root, like /mnt/nvme0/flatcake")
+    real = [Path(os.path.realpath(path)) for path in ssd_paths]
+    for i, path in enumerate(real):
+        for other in real[i + 1 :]:
+            if path == other or path in other.parents or other in path.parents:
+                raise ValueError(
+                    f"ssd_paths {path} and {other} lie in each other: give each disk one directory of its own"
+                )
+
+
+def check_ssd_paths(config: NodeConfig) -> None:
+    """Look whether the directories are there and writable, before anything is opened.
+
+    A missing directory is not made: with a disk that failed to mount, the sessions would fill the root file system.
+
+    Raises:
+        ConfigError: a path is missing, no directory, or cannot be written.
+    """
+    for path in config.ssd_paths:
+        if not path.exists():
+            raise ConfigError(f"ssd_paths: {path} does not exist: mount its disk, or make it with mkdir -p {path}")
+        if not path.is_dir():
+            raise ConfigError(f"ssd_paths: {path} is no directory: give a directory on the disk")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"ssd_paths: {path} cannot be written by user {os.getuid()}: change its owner, or the user"
+            )
+
+
+def socket_candidates(environ: Mapping[str, str]) -> list[Path]:
+    """Where the socket may be when nobody says, best first."""
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    private = Path(runtime) / "flatcake" if runtime else Path(tempfile.gettempdir()) / f"flatcake-{os.getuid()}"
+    return [Path("/run/flatcake") / SOCKET_NAME, private / SOCKET_NAME]
+
+
+def default_socket(environ: Mapping[str, str]) -> Path:
+    """The first candidate whose directory can be written, or made by this user."""
+    system, private = socket_candidates(environ)
+    folder = system.parent
+    return system if os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK) else private
+
+
+def load_config(
+    file: Path | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, object] | None = None
+) -> NodeConfig:
+    """Join the three sources and check the result.
+
+    Args:
+        file: a TOML file; None reads none. See `find_config`.
+        environ: variables, usually `os.environ`; only `FLATCAKE_*` are looked at.
+        flags: option -> value or text; None as a value means that the flag was not given. Relative paths start here,
+            in the working directory; in the other sources they are refused.
+
+    Raises:
+        ConfigError: one line, all mistakes of a source in it.
+    """
+    chosen: dict[str, object] = {}
+    sources = {
+        str(file): _from_file(file) if file else {},
+        "environment": _from_environment(environ or {}),
+        "flags": _from_flags(flags or {}),
+    }
+    for source, values in sources.items():
+        for name in values:
+            if name not in NodeConfig.model_fields:
+                raise ConfigError(f"{source}: {_unknown(name, NodeConfig.model_fields)}")
+        chosen |= values
+    try:
+        return NodeConfig.model_validate(chosen)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def find_config(option: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The file to read: as told, by `$FLATCAKE_CONFIG`, or `flatcake.toml` here or in /etc/flatcake where there is one."""
+    told = option or (Path(environ["FLATCAKE_CONFIG"]) if environ.get("FLATCAKE_CONFIG") else None)
+    return told or next((path for path in (Path("flatcake.toml"), SYSTEM_CONFIG) if path.is_file()), None)
+
+
+def _from_file(file: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}: give a readable file with --config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}: mend the TOML (text and sizes stand in quotes)") from error
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, object]:
+    return {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): text
+        for name, text in environ.items()
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in _OTHER_VARIABLES and not _SERVICE_LINK.fullmatch(name)
+    }
+
+
+def _from_flags(flags: Mapping[str, object]) -> dict[str, object]:
+    given = {name: value for name, value in flags.items() if value is not None}
+    for name in ("socket", "ssd_paths"):
+        if name in given:
+            words = _words(given[name]) if name == "ssd_paths" else (given[name],)
+            paths = tuple(Path(str(word)).absolute() for word in words if str(word))  # type: ignore[attr-defined]
+            given[name] = paths if name == "ssd_paths" else paths[0] if paths else given[name]
+    return given
+
+
+def _unknown(name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"unknown option {name}: {meant}known options are {', '.join(sorted(known))}"
+
+
+def _one_line(error: ValidationError) -> str:
+    lines = []
+    for detail in error.errors(include_url=False):
+        where = ".".join(str(part) for part in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        given = detail.get("input")
+        shown = f" (given: {given!r})" if where and detail["type"] != "value_error" else ""
+        lines.append(f"{where}: {message}{shown}" if where else message)
+    return "; ".join(lines).replace("\n", " ")
+
+
+def to_text(name: str, value: object) -> str:
+    """A value as TOML, and as people would write it: sizes and durations with units."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    kind = NodeConfig.model_fields[name].metadata
+    if any(getattr(item, "func", None) is parse_size for item in kind):
+        return json.dumps(format_size(int(str(value))))
+    if any(getattr(item, "func", None) is parse_duration for item in kind):
+        return json.dumps(format_duration(float(str(value))))
+    if isinstance(value, tuple):
+        return json.dumps([str(item) for item in value])
+    return json.dumps(value if isinstance(value, int | float) else str(value))
