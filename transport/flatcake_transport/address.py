@@ -10,7 +10,7 @@ refused wherever an address enters. `MISSING` uses the last of them, so it can n
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ class Address(int):
 
     __slots__ = ()
 
-    def __new__(cls, value: int) -> Address:
+    def __new__(cls, value: int) -> Self:
         """Raises: ValueError: not 64 bits, or the medium is reserved."""
         if not 0 <= value < 1 << 64:
             raise ValueError(f"address {value:#x} does not fit 64 bits")

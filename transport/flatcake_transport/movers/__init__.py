@@ -1,0 +1,27 @@
+"""One file a way of moving bytes; `mover_for` says which one a local medium and a device need.
+
+    medium   device   mover                                window
+    memory   any      MemoryMover                          none: the arena is the source
+    SSD      cpu      PosixMover, then MemoryMover         host
+    SSD      cuda     GdsMover where cuFile can be used    on the device
+                      else PosixMover, then MemoryMover    host, pinned
+
+A restore always ends in the MemoryMover: it alone knows paged slots.
+"""
+
+from __future__ import annotations
+
+from flatcake_transport.address import Medium
+from flatcake_transport.mover import Mover
+from flatcake_transport.movers.memory import MemoryMover
+from flatcake_transport.movers.posix import PosixMover
+
+
+def mover_for(medium: Medium, device: str = "cpu") -> Mover:
+    """Make the mover that brings bytes of a local medium to a window of `device` ("cpu", or e.g. "cuda:0").
+
+    The caller owns and closes it. What was chosen, and what it really does, is in its `stats().path`.
+    """
+    if medium is Medium.MEMORY:
+        return MemoryMover()
+    return PosixMover()

@@ -1,0 +1,227 @@
+"""Memory to memory, and memory to paged slots: the path of the arena, and the last step of every restore.
+
+    memory span <-> memory span        memory span <-> paged span
+
+Host copies are cut into tasks of a few MiB, shared by a small pool and by whoever waits: one core does not reach the
+memory's bandwidth, and a caller that works along needs no thread to be woken for a small copy. Copies below
+`inline_bytes` are done in `submit`: waking anybody would cost more. Moves with an end on a device go to that
+device's side stream (movers/device.py).
+
+Invariant: sizes, slots and kinds of all moves are checked in `submit`, before the first byte moves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.mover import MemorySpan, Move, MoverStats, PagedSpan, Region, Transfer
+from flatcake_transport.movers.device import DeviceCopies
+from flatcake_transport.movers.pool import Batch, Task, Workers
+from flatcake_transport.paged import (
+    Bytes,
+    check_span,
+    contiguous_bytes,
+    gather_unchecked,
+    host_array,
+    on_device,
+    scatter_unchecked,
+)
+
+TASK_BYTES: Final = 4 << 20  # 0.4 ms of copying: large beside taking a task, small beside a layer
+INLINE_BYTES: Final = 512 << 10  # 50 us of copying: about what it costs to wake a thread
+THREADS_MAX: Final = 8  # memory bandwidth is reached before that
+
+
+class MemoryMover:
+    """A `Mover` within memory, host or CUDA. Thread-safe.
+
+    Args:
+        threads: threads of its own for host copies, besides the one that waits. Default: one less than the cores, at most 7.
+        task_bytes: host copies are shared out in parts of about this size.
+        inline_bytes: batches up to this size are copied in `submit`.
+    """
+
+    def __init__(
+        self, *, threads: int | None = None, task_bytes: int = TASK_BYTES, inline_bytes: int = INLINE_BYTES
+    ) -> None:
+        """Raises: ValueError: tasks of no bytes, or fewer than 0 threads."""
+        if task_bytes < 1:
+            raise ValueError(f"task_bytes is {task_bytes}: expected 1 or more")
+        if threads is None:
+            threads = min(THREADS_MAX, len(os.sched_getaffinity(0))) - 1
+        self._threads = threads
+        self._workers = Workers("memory", threads)
+        self._task_bytes = task_bytes
+        self._inline_bytes = inline_bytes
+        self._lock = threading.Lock()
+        self._closed = False
+        self._moves = self._commands = self._bytes = self._failures = 0
+        self._regions: list[Region] = []
+        self._devices: dict[Any, DeviceCopies] = {}
+
+    def register(self, region: Region) -> None:
+        """Host memory to be pinned before the first copy to or from a device; elsewhere nothing happens."""
+        with self._lock:
+            self._regions.append(region)
+            devices = list(self._devices.values())
+        for device in devices:
+            device.register(region)
+
+    def submit(self, moves: Sequence[Move]) -> Transfer:
+        """Start copies between memory spans, or between a memory span and a paged span.
+
+        Raises:
+            ValueError: other kinds of spans, unequal sizes, slots that do not exist or are named twice, a read-only target.
+            Unavailable: closed.
+        """
+        for move in moves:
+            _check(move)
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the memory mover is closed")
+        device_moves = [move for move in moves if _device_of(move) is not None]
+        host_moves = [move for move in moves if _device_of(move) is None] if device_moves else moves
+        transfers: list[Transfer] = []
+        if device_moves:
+            transfers.append(self._device(device_moves[0]).submit(device_moves))
+        if host_moves or not transfers:
+            transfers.append(self._submit_host(host_moves))
+        return transfers[0] if len(transfers) == 1 else Joined(transfers)
+
+    def _submit_host(self, moves: Sequence[Move]) -> Batch:
+        tasks: list[Task] = []
+        for move in moves:
+            tasks += self._tasks(move)
+        size_bytes = sum(move.source.size_bytes for move in moves)
+        batch = Batch(tasks, caller_works=True)
+        if size_bytes <= self._inline_bytes or not self._threads:
+            batch.work()
+        else:
+            self._workers.share(batch, len(tasks))
+        with self._lock:
+            self._moves += len(moves)
+            self._commands += len(tasks)
+            self._bytes += size_bytes
+        return batch
+
+    def _tasks(self, move: Move) -> list[Task]:
+        source, target = move.source, move.target
+        if isinstance(source, MemorySpan) and isinstance(target, MemorySpan):
+            from_bytes, to_bytes, step = contiguous_bytes(source.data), contiguous_bytes(target.data), self._task_bytes
+            return [
+                partial(np.copyto, to_bytes[at : at + step], from_bytes[at : at + step])
+                for at in range(0, len(from_bytes), step)
+            ]
+        if isinstance(target, PagedSpan):
+            assert isinstance(source, MemorySpan)
+            data = contiguous_bytes(source.data)
+            return [partial(scatter_unchecked, part, span) for part, span in self._parts(data, target)]
+        assert isinstance(source, PagedSpan)
+        assert isinstance(target, MemorySpan)
+        data = contiguous_bytes(target.data)
+        return [partial(gather_unchecked, span, part) for part, span in self._parts(data, source)]
+
+    def _parts(self, data: Bytes, span: PagedSpan) -> list[tuple[Bytes, PagedSpan]]:
+        """The span cut into parts of whole blocks, about `task_bytes` each."""
+        size, blocks = span.plane_bytes, max(1, self._task_bytes // span.plane_bytes)
+        return [
+            (data[at * size : (at + blocks) * size], PagedSpan(span.pages, span.slots[at : at + blocks], size))
+            for at in range(0, len(span.slots), blocks)
+        ]
+
+    def _device(self, move: Move) -> DeviceCopies:
+        device = _device_of(move)
+        with self._lock:
+            copies = self._devices.get(device)
+            if copies is None:
+                copies = self._devices[device] = DeviceCopies(device)
+                for region in self._regions:
+                    copies.register(region)
+            return copies
+
+    def stats(self) -> MoverStats:
+        with self._lock:
+            devices = [copies.stats() for copies in self._devices.values()]
+            fallbacks: dict[str, int] = {}
+            for stats in devices:
+                for reason, count in stats.fallbacks.items():
+                    fallbacks[reason] = fallbacks.get(reason, 0) + count
+            return MoverStats(
+                path="+".join(["memory", *sorted({stats.path for stats in devices})]),
+                moves=self._moves + sum(stats.moves for stats in devices),
+                commands=self._commands + sum(stats.commands for stats in devices),
+                bytes_moved=self._bytes + sum(stats.bytes_moved for stats in devices),
+                failures=self._failures + sum(stats.failures for stats in devices),
+                fallbacks=fallbacks,
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            devices = list(self._devices.values())
+        self._workers.close()
+        for copies in devices:
+            copies.close()
+
+
+class Joined:
+    """Several transfers as one."""
+
+    __slots__ = ("_transfers",)
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+
+    def done(self) -> bool:
+        return all(transfer.done() for transfer in self._transfers)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits for all, also when one has failed: nothing may touch memory after an error."""
+        import time
+
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        failure: Unavailable | None = None
+        for transfer in self._transfers:
+            try:
+                transfer.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+            except Unavailable as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+
+def _check(move: Move) -> None:
+    spans = (move.source, move.target)
+    if not all(isinstance(span, (MemorySpan, PagedSpan)) for span in spans) or all(
+        isinstance(span, PagedSpan) for span in spans
+    ):
+        kinds = f"{type(move.source).__name__} to {type(move.target).__name__}"
+        raise ValueError(f"memory moves between memory spans, or a memory span and paged slots, not {kinds}")
+    for span in spans:
+        if isinstance(span, PagedSpan):
+            check_span(span)
+            if not on_device(span.pages):
+                host_array(span.pages)
+        elif isinstance(span, MemorySpan) and not on_device(span.data):
+            contiguous_bytes(span.data)
+    if move.source.size_bytes != move.target.size_bytes:
+        raise ValueError(f"{move.source.size_bytes} bytes to {move.target.size_bytes} bytes")
+    target = move.target.pages if isinstance(move.target, PagedSpan) else move.target.data  # type: ignore[union-attr]
+    if isinstance(target, np.ndarray) and not target.flags.writeable:
+        raise ValueError("the target of a move must be writable")
+
+
+def _device_of(move: Move) -> Any:
+    """The torch device of the end that is on one, or None."""
+    for span in (move.source, move.target):
+        array = span.pages if isinstance(span, PagedSpan) else getattr(span, "data", None)
+        if on_device(array):
+            return array.device  # type: ignore[union-attr]
+    return None

@@ -1,0 +1,190 @@
+"""Scatter to and gather from an engine's paged KV: some slots of one layer <-> contiguous bytes.
+
+Bytes are reinterpreted, never converted: pages and data are both seen as the widest integers that divide what is
+contiguous, so that one indexed assignment copies whole rows (numpy) or one index kernel runs (torch, CUDA). For
+`pages[slot]` with several strided parts, e.g. K and V in two halves of one allocation, the parts become axes of the view.
+
+    pages (slots, 2, tokens, heads, dim) bf16, K and V apart    ->  rows (slots, 2, tokens*heads*dim/4) u64
+    data  (n * plane_bytes,) u8                                 ->       (n,     2, tokens*heads*dim/4) u64
+
+Host tensors of torch are seen as numpy arrays over the same memory, so there is one host path. numpy lets go of the GIL in
+all three copies used here (slice, indexed assignment, take): several threads copy at once. Measured here, 512 MiB in rows
+of 256 KiB to shuffled slots: 0.98-1.05 of one memcpy.
+
+Invariant: nothing outside the named slots is touched; a wrong shape or slot is a ValueError before the first byte.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatcake_transport.mover import PagedSpan, Slots
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = NDArray[np.uint8]
+_WORDS: Final = (8, 4, 2, 1)
+
+
+def is_tensor(array: object) -> bool:
+    """Whether this is a torch tensor, without importing torch: who has no torch has no tensors."""
+    torch_module = sys.modules.get("torch")
+    return torch_module is not None and isinstance(array, torch_module.Tensor)
+
+
+def on_device(array: object) -> bool:
+    """Whether the bytes are in an accelerator's memory."""
+    return is_tensor(array) and cast("torch.Tensor", array).device.type != "cpu"
+
+
+def host_array(array: Any) -> NDArray[Any]:
+    """A numpy array over the same host memory; floats that numpy lacks (bfloat16) become integers of the same size.
+
+    Raises: ValueError: not a numpy array or host tensor.
+    """
+    if isinstance(array, np.ndarray):
+        return array
+    if not is_tensor(array) or on_device(array):
+        raise ValueError(f"expected host memory, a numpy array or a CPU tensor, not {type(array).__name__}")
+    import torch
+
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    if array.dtype.itemsize not in words:
+        raise ValueError(f"pages of {array.dtype} are not taken: items of 1, 2, 4 or 8 bytes expected")
+    host: NDArray[Any] = array.detach().view(words[array.dtype.itemsize]).numpy()
+    return host
+
+
+def contiguous_bytes(array: Any) -> Bytes:
+    """The host bytes of a span as 1-d uint8. Raises: ValueError: not 1-d contiguous bytes."""
+    host = host_array(array)
+    if host.dtype.itemsize != 1 or host.ndim != 1 or not host.flags.c_contiguous:
+        raise ValueError("a memory span is contiguous 1-d uint8")
+    return host.view(np.uint8)
+
+
+def check_span(span: PagedSpan) -> None:
+    """Raises: ValueError: pages and plane_bytes disagree, or a slot does not exist or is named twice."""
+    pages, slots = span.pages, span.slots
+    if len(pages.shape) < 1 or not (isinstance(pages, np.ndarray) or is_tensor(pages)):
+        raise ValueError("pages are a numpy array or a torch tensor whose first axis is the slot")
+    row_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
+    if row_bytes != span.plane_bytes:
+        raise ValueError(f"a slot of pages shaped {tuple(pages.shape)} has {row_bytes} bytes, not {span.plane_bytes}")
+    if slots.ndim != 1 or slots.dtype != np.int64:
+        raise ValueError("slots are a 1-d int64 array")
+    if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= pages.shape[0]):
+        raise ValueError(f"slots reach from {slots.min()} to {slots.max()}: the pages have {pages.shape[0]}")
+    if len(slots) > 1 and not (slots[1:] > slots[:-1]).all() and len(np.unique(slots)) != len(slots):
+        raise ValueError("a slot is named twice")
+
+
+def byte_rows(pages: NDArray[Any]) -> NDArray[Any]:
+    """Pages as (slots, strided parts.., contiguous words): a view, with the widest words its strides and sizes allow."""
+    size, shape, strides = pages.dtype.itemsize, list(pages.shape[1:]), list(pages.strides[1:])
+    chunk = size
+    while shape and (strides[-1] == chunk or shape[-1] == 1):
+        chunk *= shape.pop()
+        strides.pop()
+    word = next(w for w in _WORDS if all(n % w == 0 for n in (chunk, pages.strides[0], *strides, pages.ctypes.data)))
+    rows: NDArray[Any] = np.lib.stride_tricks.as_strided(
+        pages.view(f"V{size}"), (pages.shape[0], *shape, chunk // size), (pages.strides[0], *strides, size)
+    )
+    if chunk == size and word != size:
+        # Items are scattered one by one: the items themselves are the words.
+        return rows.view(f"u{size}") if size in _WORDS else rows
+    return rows.view(f"u{word}")
+
+
+def _consecutive(slots: Slots) -> bool:
+    return len(slots) > 0 and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((np.diff(slots) == 1).all())
+
+
+def scatter(data: Any, span: PagedSpan) -> None:
+    """Copy contiguous host bytes into the span's slots on the host. Block i is `data[i * plane_bytes : ...]`.
+
+    The caller's thread does the copy, without the GIL. Raises: ValueError: sizes, slots or kinds are wrong.
+    """
+    check_span(span)
+    source = contiguous_bytes(data)
+    if len(source) != span.size_bytes:
+        raise ValueError(f"{len(source)} bytes for {len(span.slots)} blocks of {span.plane_bytes}")
+    scatter_unchecked(source, span)
+
+
+def scatter_unchecked(source: Bytes, span: PagedSpan) -> None:
+    """`scatter` for a span and data that were checked before; what movers call on their threads."""
+    if not len(span.slots):
+        return
+    rows = byte_rows(host_array(span.pages))
+    block_words = source.view(rows.dtype).reshape(len(span.slots), *rows.shape[1:])
+    if _consecutive(span.slots):
+        rows[int(span.slots[0]) : int(span.slots[-1]) + 1] = block_words
+    else:
+        rows[span.slots] = block_words
+
+
+def gather(span: PagedSpan, data: Any) -> None:
+    """Copy the span's slots into contiguous host bytes: the inverse of `scatter`, with the same errors."""
+    check_span(span)
+    target = contiguous_bytes(data)
+    if len(target) != span.size_bytes:
+        raise ValueError(f"{len(target)} bytes for {len(span.slots)} blocks of {span.plane_bytes}")
+    gather_unchecked(span, target)
+
+
+def gather_unchecked(span: PagedSpan, target: Bytes) -> None:
+    """`gather` for a span and data that were checked before."""
+    if not len(span.slots):
+        return
+    rows = byte_rows(host_array(span.pages))
+    block_words = target.view(rows.dtype).reshape(len(span.slots), *rows.shape[1:])
+    if _consecutive(span.slots):
+        block_words[...] = rows[int(span.slots[0]) : int(span.slots[-1]) + 1]
+    elif not rows.flags.c_contiguous or not rows.flags.aligned:
+        block_words[...] = rows[span.slots]  # np.take would first copy all pages to make them contiguous
+    else:
+        # mode="clip" lets numpy write straight into `out`; the slots were checked, so nothing is ever clipped.
+        np.take(rows, span.slots, axis=0, out=block_words, mode="clip")
+
+
+def _tensor_rows(pages: torch.Tensor, data: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both ends as integers of one width: the widest when a slot is contiguous, else that of the pages' items."""
+    import torch
+
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    size = pages.dtype.itemsize
+    if size not in kinds:
+        raise ValueError(f"pages of {pages.dtype} are not taken: items of 1, 2, 4 or 8 bytes expected")
+    rows = pages.detach()
+    if rows[:1].is_contiguous():
+        rows = rows.view(kinds[size]).flatten(1) if rows.dim() > 1 else rows.view(kinds[size]).unsqueeze(1)
+        sizes = (rows.shape[1] * size, rows.stride(0) * size, rows.storage_offset() * size, data.storage_offset())
+        word = next(w for w in _WORDS if all(n % w == 0 for n in sizes))
+        rows = rows.view(kinds[word])
+    else:
+        word = size
+        if data.storage_offset() % word:
+            data = data.clone()  # torch views need aligned storage offsets; odd planes of strided pages only
+        rows = rows.view(kinds[word])
+    return rows, data.view(kinds[word]).view(blocks, *rows.shape[1:])
+
+
+def scatter_tensor(data: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    """Scatter on the tensors' own device, in the current stream: one index_copy_ kernel. All three are on that device."""
+    rows, block_words = _tensor_rows(pages, data, len(slots))
+    rows.index_copy_(0, slots, block_words)
+
+
+def gather_tensor(pages: torch.Tensor, slots: torch.Tensor, data: torch.Tensor) -> None:
+    """Gather on the tensors' own device, in the current stream: one index_select kernel."""
+    import torch
+
+    rows, block_words = _tensor_rows(pages, data, len(slots))
+    torch.index_select(rows, 0, slots, out=block_words)

@@ -1,0 +1,261 @@
+"""Bounded staging memory, and the double-buffered stream of reads that a restore drinks from.
+
+A `StagingPool` hands out windows: pairs of aligned, pre-faulted halves. It holds at most `bytes_max`; who asks when all are
+out waits, in order of asking, until its deadline. A full window makes the next read wait; nothing is cancelled for lack of
+staging. Halves are touched when first made (a first touch runs at 0.7 GB/s, so never under a read) and kept for reuse.
+
+A `ReadStream` keeps both halves busy: while the caller scatters one, the other is being filled.
+
+    time ->    half 0: | read step 0 | scatter 0 | read step 2 ...... | scatter 2 |
+               half 1: | read step 1 ........... | scatter 1 | read step 3 ...
+
+Invariants: a half has one user at a time: the mover from submit until the transfer rests, then the caller until it asks for
+the next step. A window goes back to the pool only when no transfer touches it any more; until then it stays counted as out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatcake_transport.errors import Overloaded
+from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, Transfer
+from flatcake_transport.plan import Step
+
+HUGE_PAGE_BYTES: Final = 2 << 20
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the constant is not in every Python's mmap
+_LINGER_POLL_S: Final = 0.01  # how often a waiter looks whether an abandoned transfer has come to rest
+
+
+def aligned_buffer(size_bytes: int) -> NDArray[np.uint8]:
+    """Host memory on a 2 MiB border, on huge pages where there are some, every page touched. Freed with its last view."""
+    mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES)
+    whole = np.frombuffer(mapping, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages: small pages do
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError:
+        whole[:: mmap.PAGESIZE] = 0
+    return whole[start : start + size_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class StagingStats:
+    bytes_max: int
+    bytes_made: int  # memory that exists, in use or not
+    windows_out: int
+    windows_lingering: int  # given back while a transfer still ran
+    waits: int  # times somebody had to wait
+    refusals: int  # waits that ended at their deadline
+
+
+class Window:
+    """Two halves of one size. Belongs to one caller until `close`."""
+
+    __slots__ = ("_pool", "halves")
+
+    def __init__(self, pool: StagingPool, halves: tuple[Any, Any]) -> None:
+        self._pool: StagingPool | None = pool
+        self.halves = halves  # 1-d uint8: numpy on the host, or what the pool's `allocate` makes
+
+    @property
+    def half_bytes(self) -> int:
+        return len(self.halves[0])
+
+    def close(self, transfers: Sequence[Transfer] = ()) -> None:
+        """Give the window back once all `transfers` rest; returns at once. Twice is fine."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool._give(self.halves, [t for t in transfers if not t.done()])  # noqa: SLF001 - one idea in two classes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class StagingPool:
+    """Windows of 2 x `half_bytes`, at most `bytes_max` in all. Thread-safe, first come first served.
+
+    Args:
+        bytes_max: bound on staging memory; at least one window.
+        half_bytes: rounded up to 4 KiB.
+        allocate: makes one half: `aligned_buffer`, or e.g. a CUDA allocation for GDS. It may also pin what it makes.
+    """
+
+    def __init__(self, bytes_max: int, half_bytes: int, *, allocate: Callable[[int], Any] = aligned_buffer) -> None:
+        """Raises: ValueError: not even one window fits `bytes_max`."""
+        self.half_bytes = -(-half_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._windows_max = bytes_max // (2 * self.half_bytes)
+        if half_bytes < 1 or self._windows_max < 1:
+            raise ValueError(f"staging of {bytes_max} bytes cannot hold a window of 2 x {half_bytes}")
+        self._bytes_max = bytes_max
+        self._allocate = allocate
+        self._changed = threading.Condition()
+        self._free: list[tuple[Any, Any]] = []
+        self._lingering: list[tuple[tuple[Any, Any], list[Transfer]]] = []
+        self._waiting: deque[object] = deque()
+        self._made = self._out = self._waits = self._refusals = 0
+
+    def open_window(self, timeout_s: float) -> Window:
+        """Take a window, waiting until one is free.
+
+        Raises: Overloaded: none became free in `timeout_s`. 0 asks once.
+        """
+        deadline = time.monotonic() + timeout_s
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                waited = False
+                while self._waiting[0] is not ticket or not self._ready():
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        self._refusals += 1
+                        raise Overloaded(f"no staging window was free within {timeout_s:g} s")
+                    if not waited:
+                        waited, self._waits = True, self._waits + 1
+                    self._changed.wait(min(left, _LINGER_POLL_S) if self._lingering else left)
+                self._out += 1
+                halves = self._free.pop() if self._free else None
+                if halves is None:
+                    self._made += 1
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        return Window(self, halves if halves is not None else self._make())
+
+    def _ready(self) -> bool:
+        """Whether a window exists or may be made; reclaims those whose transfers have come to rest meanwhile."""
+        resting = [halves for halves, transfers in self._lingering if all(t.done() for t in transfers)]
+        if resting:
+            self._lingering = [entry for entry in self._lingering if not all(t.done() for t in entry[1])]
+            for halves in resting:
+                self._free.append(halves)
+                self._out -= 1
+        return bool(self._free) or self._made < self._windows_max
+
+    def _make(self) -> tuple[Any, Any]:
+        """Outside the lock: touching fresh memory takes tens of milliseconds."""
+        try:
+            return self._allocate(self.half_bytes), self._allocate(self.half_bytes)
+        except BaseException:
+            with self._changed:
+                self._made -= 1
+                self._out -= 1
+                self._changed.notify_all()
+            raise
+
+    def _give(self, halves: tuple[Any, Any], transfers: list[Transfer]) -> None:
+        with self._changed:
+            if transfers:
+                self._lingering.append((halves, transfers))
+            else:
+                self._free.append(halves)
+                self._out -= 1
+            self._changed.notify_all()
+
+    def stats(self) -> StagingStats:
+        with self._changed:
+            return StagingStats(
+                bytes_max=self._bytes_max,
+                bytes_made=self._made * 2 * self.half_bytes,
+                windows_out=self._out,
+                windows_lingering=len(self._lingering),
+                waits=self._waits,
+                refusals=self._refusals,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A descriptor to read from. `direct`: it was opened O_DIRECT."""
+
+    fd: int
+    direct: bool
+
+
+class ReadStream:
+    """Reads steps into the two halves of a window, one step ahead of the caller. For one thread at a time.
+
+    The stream borrows `files` and `window` until `close`; it closes the window, never the files. After an error the stream
+    gives no further step.
+    """
+
+    def __init__(self, steps: Iterator[Step], files: Mapping[int, OpenFile], mover: Mover, window: Window) -> None:
+        self._steps = steps
+        self._files = files
+        self._mover = mover
+        self._window = window
+        self._flying: deque[tuple[Step, int, Transfer]] = deque()
+        self._idle: deque[int] = deque((0, 1))
+        self._held: int | None = None  # the half the caller is looking at
+        self.reads = 0
+        self.bytes_read = 0
+        try:
+            self._fill()
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self) -> None:
+        while self._idle:
+            step = next(self._steps, None)
+            if step is None:
+                return
+            index = self._idle.popleft()
+            half = self._window.halves[index]
+            moves = []
+            for read in step.reads:
+                file = self._files[read.file]
+                source = FileSpan(file.fd, read.offset, read.size_bytes, file.direct)
+                moves.append(Move(source, MemorySpan(half[read.target : read.target + read.size_bytes])))
+            self._flying.append((step, index, self._mover.submit(moves)))
+            self.reads += len(step.reads)
+            self.bytes_read += step.size_bytes
+
+    def advance(self, timeout_s: float | None = None) -> tuple[Step, Any] | None:
+        """The next step and the half that holds its bytes, or None after the last.
+
+        The half is the caller's until the next call of `advance` or `release`. Calling again after TimeoutError goes on.
+
+        Raises:
+            TimeoutError: the reads have not landed in `timeout_s`.
+            Unavailable: bytes could not be read.
+        """
+        self.release()
+        if not self._flying:
+            return None
+        step, index, transfer = self._flying[0]
+        transfer.wait(timeout_s)
+        self._flying.popleft()
+        self._held = index
+        return step, self._window.halves[index]
+
+    def release(self) -> None:
+        """The caller is done with the half of the last `advance`: it is filled with a later step at once."""
+        if self._held is not None:
+            self._idle.append(self._held)
+            self._held = None
+            self._fill()
+
+    def close(self, transfers: Sequence[Transfer] = ()) -> None:
+        """Give the window back when reads in flight, and the caller's own `transfers` on it, rest. Twice is fine."""
+        self._held, self._steps = None, iter(())
+        self._idle.clear()
+        flying = [transfer for _, _, transfer in self._flying]
+        self._flying.clear()
+        self._window.close([*flying, *transfers])
