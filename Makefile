@@ -1,0 +1,79 @@
+# Everything a developer runs. Each target makes what it needs: on a fresh machine with python3 (3.11 to 3.13), make and
+# git, `make test` is enough. Set PYTHON to choose an interpreter, ARGS for more arguments to pytest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(shell command -v $(p))))
+PROTOS := flatcake_proto/v1/store.proto flatcake_proto/v1/admin.proto
+TYPED := flatcake_server flatcake_client transport/flatcake_transport bench
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST)
+
+# Made again when the dependencies change. The interpreter's venv module may come without pip (Debian's python3 without
+# python3-venv); then pip itself, where there is one, brings virtualenv.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "make: needs Python 3.11 to 3.13, found '$(PYTHON)': install one, or make PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV) 2>/dev/null || { rm -rf $(VENV) \
+	  && "$(PYTHON)" -m pip install --quiet --target build/virtualenv virtualenv \
+	  && PYTHONPATH=build/virtualenv "$(PYTHON)" -m virtualenv --quiet $(VENV); } \
+	  || { echo "make: cannot make $(VENV): install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-gpu: $(VENV)/.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,gpu]'
+	@touch $@
+
+venv: $(VENV)/.stamp  ## the virtual environment in .venv, with all that development needs
+
+demo: $(VENV)/.stamp  ## a model's prefill stored, restored and compared, with a daemon of its own
+	flatcake demo
+
+test: $(VENV)/.stamp  ## all tests that this machine can run; what it cannot is skipped and said
+	python -m pytest -q $(ARGS)
+
+gpu: $(VENV)/.stamp-gpu  ## the tests that need a CUDA device
+	python -m pytest -q -m gpu tests/gpu $(ARGS)
+
+soak: $(VENV)/.stamp  ## the stateful and fault tests, many times as long
+	python -m pytest -q --hypothesis-profile=soak --timeout=3600 tests/property tests/fault $(ARGS)
+
+bench: $(VENV)/.stamp  ## every figure, a table each
+	@for script in $$(find bench -maxdepth 1 -name '[a-z]*.py' | sort); do \
+	  echo "== $$script"; python "$$script" $(ARGS); done
+
+check: $(VENV)/.stamp  ## style, types, who imports whom, generated code
+	ruff check .
+	ruff format --check .
+	mypy $(TYPED)
+	lint-imports
+	$(MAKE) --no-print-directory proto-check
+
+define generate
+python -m grpc_tools.protoc -I flatcake_proto/v1=proto/flatcake/v1 --python_out=$(1) --grpc_python_out=$(1) \
+  --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+endef
+
+proto: $(VENV)/.stamp  ## the generated code, from proto/
+	$(call generate,proto)
+
+proto-check: $(VENV)/.stamp
+	@mkdir -p build && fresh=$$(mktemp -d build/proto.XXXXXX) && trap 'rm -rf "$$fresh"' EXIT && $(call generate,"$$fresh") \
+	  && diff -r -x __init__.py -x py.typed -x __pycache__ "$$fresh/flatcake_proto" proto/flatcake_proto >&2 \
+	  || { echo "make: the generated code is not that of proto/: run make proto" >&2; exit 1; }
+
+deploy/flatcake.toml: $(VENV)/.stamp flatcake_server/config.py flatcake_server/cli_serve.py  ## the commented configuration, from the model
+	env -i PATH="$$PATH" FLATCAKE_CONFIG=/dev/null flatcake serve --socket /run/flatcake/flatcake.sock --print-config > $@
+
+clean:  ## all that these targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+.PHONY: help venv demo test gpu soak bench check proto proto-check clean
