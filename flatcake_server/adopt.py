@@ -1,0 +1,169 @@
+"""The start: what the journals and disks of a stopped or killed daemon hold becomes the store's again.
+
+Every committed segment whose file still reaches over it is adopted; all else is freed. A file is cut to what is committed
+in it and never appended to again: a client of the old daemon may still hold a descriptor and write where it had reserved.
+Starting twice gives the same.
+
+Decided per path by `plan_adoption` from the journal's image and the list of files; carried out by `adopt`, which blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from flatcake_server.catalog import Session, SessionFile
+from flatcake_server.disk import Disk
+from flatcake_server.extents import ExtentAllocator
+from flatcake_server.journal import JournalImage
+from flatcake_server.records import FileId, FileRecord, Generation, SegmentRecord, SessionNo, SessionRecord
+from flatcake_server.reserve import SHARED_PREFIX
+from flatcake_transport.address import Address, Medium
+from flatcake_transport.errors import FlatCakeError
+from flatcake_transport.layout import align_up
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Adoption:
+    """What becomes of one path's image."""
+
+    sessions: list[SessionRecord] = field(default_factory=list)
+    files: dict[SessionNo, list[FileRecord]] = field(default_factory=lambda: defaultdict(list))  # cut and sealed
+    segments: dict[SessionNo, list[SegmentRecord]] = field(default_factory=lambda: defaultdict(list))
+    cut: list[FileRecord] = field(default_factory=list)  # files to truncate to their size
+    orphans: list[FileId] = field(default_factory=list)  # files to delete
+    lost_sessions: list[SessionNo] = field(default_factory=list)
+    lost_files: list[FileId] = field(default_factory=list)
+    lost_segments: list[Generation] = field(default_factory=list)
+
+
+def plan_adoption(image: JournalImage, on_disk: Mapping[FileId, int]) -> Adoption:
+    """Decide what is kept.
+
+    Args:
+        image: what the journal says.
+        on_disk: bytes of each session file that is there.
+    """
+    plan = Adoption()
+    files = {file.file_id: file for file in image.files}
+    sessions = {session.session_no: session for session in image.sessions}
+    end_of: dict[FileId, int] = {}
+    for segment in image.segments:
+        file, session = files.get(segment.file_id), sessions.get(segment.session_no)
+        reaches = segment.end_offset <= on_disk.get(segment.file_id, 0)
+        if file is None or session is None or session.fingerprint not in image.spaces or not reaches:
+            plan.lost_segments.append(segment.generation)
+            continue
+        plan.segments[segment.session_no].append(segment)
+        end_of[file.file_id] = max(end_of.get(file.file_id, 0), segment.end_offset)
+    for file in image.files:
+        if file.file_id not in end_of:
+            plan.lost_files.append(file.file_id)
+            continue
+        end = end_of[file.file_id]
+        kept = replace(file, size_bytes=align_up(end), written_bytes=end, sealed=True)
+        plan.files[file.session_no].append(kept)
+        if on_disk[file.file_id] != kept.size_bytes or file.size_bytes != kept.size_bytes:
+            plan.cut.append(kept)
+    for session in image.sessions:
+        if plan.segments.get(session.session_no):
+            plan.sessions.append(session)
+        else:
+            plan.lost_sessions.append(session.session_no)
+    plan.orphans = [file_id for file_id in on_disk if file_id not in end_of]
+    return plan
+
+
+def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: int) -> list[Session]:
+    """Carry out the plan of one path and return its sessions. Blocks; for the start.
+
+    Raises: Unavailable, Overloaded, Corrupt: the path cannot be used.
+    """
+    on_disk = disk.files.list()
+    plan = plan_adoption(image, on_disk)
+    if plan.lost_segments or plan.lost_sessions or plan.lost_files:
+        log.warning(
+            "%s: %d segments have no bytes on the disk any more and are forgotten", disk.path, len(plan.lost_segments)
+        )
+        disk.journal.drop(None, plan.lost_files, plan.lost_segments)
+        for session_no in plan.lost_sessions:
+            disk.journal.drop(session_no, [], [])
+    moved = _take_range(plan, ssd_range)
+    for file in {file.file_id: file for file in (*plan.cut, *moved)}.values():
+        disk.journal.put_file(file)
+        disk.files.truncate(file.file_id, file.size_bytes)
+    _delete_orphans(disk, plan, on_disk, ssd_range)
+    sessions = [_session(record, plan, image, disk.pool, node_id) for record in plan.sessions]
+    disk.files_bytes = sum(session.file_bytes for session in sessions)
+    disk.files_count = sum(len(session.files) for session in sessions)
+    return sessions
+
+
+def _take_range(plan: Adoption, ssd_range: ExtentAllocator) -> list[FileRecord]:
+    """Take each file's extent of the address range; one that is taken (a disk came from another node) moves."""
+    moved = []
+    for files in plan.files.values():
+        for at, file in enumerate(files):
+            try:
+                ssd_range.reserve_at(file.base, file.size_bytes)
+            except ValueError:
+                base = ssd_range.allocate(file.size_bytes)
+                assert base is not None, "256 TiB of addresses are used up"
+                files[at] = replace(file, base=base)
+                moved.append(files[at])
+    return moved
+
+
+def _delete_orphans(disk: Disk, plan: Adoption, on_disk: Mapping[FileId, int], ssd_range: ExtentAllocator) -> None:
+    for file_id in plan.orphans:
+        try:
+            disk.files.delete(file_id)
+        except FlatCakeError as error:
+            size_bytes = align_up(max(on_disk[file_id], 1))
+            base = ssd_range.allocate(size_bytes)
+            assert base is not None, "256 TiB of addresses are used up"
+            log.warning("session file %x on %s cannot be deleted, kept as lost space: %s", file_id, disk.path, error)
+            disk.condemned.append(SessionFile(file_id, base, size_bytes, size_bytes))
+            disk.releasing[base] = size_bytes
+    if plan.orphans:
+        log.info("%s: %d files that nothing was committed in are deleted", disk.path, len(plan.orphans))
+
+
+def _session(record: SessionRecord, plan: Adoption, image: JournalImage, pool: int, node_id: int) -> Session:
+    files = {
+        file.file_id: SessionFile(
+            file.file_id,
+            file.base,
+            file.size_bytes,
+            created_bytes=file.size_bytes,
+            tail=file.written_bytes,
+            written_bytes=file.written_bytes,
+            sealed=True,
+        )
+        for file in sorted(plan.files[record.session_no], key=lambda file: file.file_id)
+    }
+    segments = sorted(plan.segments[record.session_no], key=lambda segment: segment.generation)
+    placed = []
+    for segment in segments:
+        file = files[segment.file_id]
+        file.committed_bytes += segment.total_bytes
+        address = Address.of(Medium.SSD, node_id, file.base + segment.file_offset)
+        placed.append(segment if address == segment.address else replace(segment, address=address))
+    return Session(
+        record.session_no,
+        record.name,
+        image.spaces[record.fingerprint],
+        record.fingerprint,
+        pool,
+        record.created_s,
+        record.last_used_s,
+        turns=record.turns,
+        shared=record.name.startswith(SHARED_PREFIX),
+        tail_key=segments[-1].keys[-1].tobytes(),
+        files=list(files.values()),
+        segments=placed,
+    )

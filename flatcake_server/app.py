@@ -1,0 +1,301 @@
+"""Builds a node and runs it: the only place that constructs. Everything else is handed what it needs.
+
+Start: take the SSD paths (a second daemon is refused here), read their journals, adopt, map the arena, listen. The arena is
+faulted in behind; the node serves long before. Stop (SIGTERM, SIGINT): refuse new turns, wait for open ones up to
+`drain_timeout`, close the wire, then the disks. A kill at any moment is as good as a stop for what was committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from aiohttp import web
+
+from flatcake_server.adopt import adopt
+from flatcake_server.arena import Arena
+from flatcake_server.catalog import Catalog, Session
+from flatcake_server.clients import Clients
+from flatcake_server.commit import Committer
+from flatcake_server.config import NodeConfig
+from flatcake_server.disk import Disk
+from flatcake_server.extents import ExtentAllocator
+from flatcake_server.handover import Handover
+from flatcake_server.index import BlockIndex
+from flatcake_server.lease import LeaseTable
+from flatcake_server.placement import Policy
+from flatcake_server.reserve import Numbers, Reserver
+from flatcake_server.retire import Retirement
+from flatcake_server.rpc import AdminService, Identity, RpcServer, StoreService, Timings, Views
+from flatcake_server.sizing import SizingPolicy
+from flatcake_server.store import Bounds, Store
+from flatcake_server.units import Listen, parse_listen
+from flatcake_server.views import Reports
+from flatcake_server.web import start_web, web_app
+from flatcake_transport.address import OFFSET_LIMIT, Medium
+from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
+
+log = logging.getLogger(__name__)
+
+# Ten times the lease: a client that can move no bytes and says nothing is no client.
+SILENCE_LEASES = 10
+TICK_S = 1.0
+
+
+class Node:
+    """One node, built from its configuration. `start` and `stop` belong to one event loop."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self._started_s = time.monotonic()
+        self.memory = ExtentAllocator(config.memory_bytes)
+        self.ssd_range = ExtentAllocator(OFFSET_LIMIT, next_fit=True)
+        self.disks = {
+            pool: Disk(path, pool, config.ssd_path_bytes, config.disk_queue_max)
+            for pool, path in enumerate(config.ssd_paths, 1)
+        }
+        self.catalog = Catalog(BlockIndex(config.index_blocks_max))
+        self.numbers = Numbers()
+        self.leases = LeaseTable(config.lease_ttl, config.leases_max)
+        self.retirement = Retirement(
+            self.catalog,
+            self.memory,
+            self.ssd_range,
+            self.leases,
+            self.disks,
+            {
+                Medium.MEMORY: (config.memory_high_watermark, config.memory_low_watermark),
+                Medium.SSD: (config.ssd_high_watermark, config.ssd_low_watermark),
+            },
+        )
+        self.identity = Identity(
+            version=metadata.version("flatcake"),
+            incarnation=secrets.token_bytes(16),
+            node_id=config.node_id,
+            handover_path=str(config.handover_path),
+            boot_id=Path("/proc/sys/kernel/random/boot_id").read_bytes().strip(),
+            arena_bytes=config.memory_bytes,
+            lease_ttl_s=config.lease_ttl,
+            verify=config.verify,
+            cluster_fingerprint=config.cluster.fingerprint,
+        )
+        self.timings = Timings()
+        self._web: web.AppRunner | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self.grpc_port = 0
+        self.http: Listen | None = None  # where the page really is, if port 0 was asked for
+
+    def _build(self) -> None:
+        config = self.config
+        self.arena = Arena(config.memory_bytes, config.huge_pages)
+        reserver = Reserver(
+            self.catalog,
+            self.memory,
+            self.ssd_range,
+            self.disks,
+            self.retirement,
+            self.numbers,
+            node_id=config.node_id,
+            sessions_max=config.sessions_max,
+            sizing=SizingPolicy(),
+            wall_s=time.time,
+        )
+        committer = Committer(
+            self.catalog,
+            self.arena,
+            self.disks,
+            self.retirement,
+            reserver,
+            self.numbers,
+            sync=config.sync_commits,
+            wall_s=time.time,
+        )
+        self.store = Store(
+            self.catalog,
+            Clients(config.clients_max, SILENCE_LEASES * config.lease_ttl),
+            self.leases,
+            reserver,
+            committer,
+            self.retirement,
+            self.disks,
+            self.numbers,
+            Policy(config.agent_context_tokens, config.short_reply_tokens),
+            Bounds(config.spaces_max, config.open_turns_max, config.index_blocks_max, config.lease_ttl),
+        )
+        mode = int(config.socket_mode, 8)
+        self.handover = Handover(self.store, self.arena, config.handover_path, mode, config.clients_max)
+        self.reports = Reports(
+            self.store,
+            self.arena,
+            self.memory,
+            self.ssd_range,
+            self.handover,
+            self.identity,
+            self.timings,
+            self._started_s,
+        )
+        views = Views(
+            status=self.reports.stats,
+            spaces=self.reports.spaces,
+            sessions=self.reports.sessions,
+            session=self.reports.session,
+            drop=self.reports.drop,
+            check=self.reports.check,
+        )
+        self.rpc = RpcServer(
+            (StoreService(self.store, self.identity, self.timings), AdminService(views, self.timings)),
+            message_bytes_max=config.message_bytes_max,
+            rpcs_max=config.rpcs_max,
+        )
+
+    async def start(self) -> None:
+        """Serve. Raises: Unavailable, Overloaded, Corrupt: it cannot, and what to do; everything taken is let go."""
+        try:
+            _take_socket(self.config.socket)
+            self._build()
+            self._adopt()
+            for disk in self.disks.values():
+                if not disk.failure:
+                    await self._fit_quota(disk)
+            self.handover.start()
+            tcp = parse_listen(self.config.grpc_listen)
+            mode = int(self.config.socket_mode, 8)
+            self.grpc_port = await self.rpc.start(str(self.config.socket), mode, str(tcp) if tcp else None)
+            http = parse_listen(self.config.http_listen)
+            if http is not None:
+                application = web_app(self.reports.stats, self.healthy)
+                self._web, self.http = await start_web(application, http)
+        except OSError as error:
+            await self.stop()
+            raise Unavailable(f"cannot start: {error}") from error
+        except BaseException:
+            await self.stop()
+            raise
+        self._ticker = asyncio.ensure_future(self._tick())
+        self.reports.ready_s = time.monotonic() - self._started_s
+        self.arena.start_prefault()
+        log.info(
+            "node %d serves %d blocks of %d sessions at %s after %.2f s",
+            self.config.node_id,
+            len(self.catalog.index),
+            len(self.catalog),
+            self.config.socket,
+            self.reports.ready_s,
+        )
+
+    def _adopt(self) -> None:
+        sessions: list[Session] = []
+        for disk in self.disks.values():
+            disk.open()
+            image = disk.journal.load()
+            self.numbers.session_no = max(self.numbers.session_no, image.next_session_no)
+            self.numbers.file_id = max(self.numbers.file_id, image.next_file_id)
+            self.numbers.generation = max(self.numbers.generation, image.next_generation)
+            sessions += adopt(disk, image, self.ssd_range, self.config.node_id)
+        self.catalog.load(sorted(sessions, key=lambda session: session.last_used_s))
+
+    async def _fit_quota(self, disk: Disk) -> None:
+        """A quota made smaller since the last start holds from the first request on."""
+        try:
+            await self.retirement.make_room(disk, 0)
+        except Overloaded as error:
+            log.warning("%s holds more than its quota and nothing can go: %s", disk.path, error)
+
+    def healthy(self) -> str:
+        """Empty, or why this node cannot serve."""
+        if self.store.draining:
+            return "stopping"
+        if self.disks and all(disk.failure for disk in self.disks.values()):
+            return "every SSD path is out of service"
+        return ""
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                await self.store.tick(self.config.session_trim_after)
+            except FlatCakeError as error:
+                log.warning("housekeeping: %s", error)
+
+    async def stop(self) -> None:
+        """Drain and let everything go. Twice is fine; also after a start that failed half way."""
+        if hasattr(self, "store"):
+            self.store.draining = True
+            await self.rpc.set_serving(serving=False)
+            deadline_s = time.monotonic() + self.config.drain_timeout
+            while self.store.turns and time.monotonic() < deadline_s:
+                await asyncio.sleep(0.02)
+            await self.rpc.stop(0.5)
+            if self._ticker is not None:
+                self._ticker.cancel()
+            await self.handover.close()
+            await self.retirement.drain()
+        if self._web is not None:
+            await self._web.cleanup()
+            self._web = None
+        for disk in self.disks.values():
+            await asyncio.get_running_loop().run_in_executor(None, disk.close)
+        if hasattr(self, "arena"):
+            self.arena.close()
+
+
+def _take_socket(path: Path) -> None:
+    """Have the socket's directory, and no dead socket in it. Raises: Unavailable: another daemon answers there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(str(path))
+            except OSError:
+                path.unlink()  # left by a daemon that was killed
+            else:
+                raise Unavailable(f"another daemon answers at {path}: stop it, or choose another --socket")
+    elif path.exists():
+        raise Unavailable(f"{path} is there and no socket: choose another --socket")
+    path.with_name(path.name + ".fds").unlink(missing_ok=True)
+
+
+async def run(config: NodeConfig) -> int:
+    node = Node(config)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    try:
+        await node.start()
+    except FlatCakeError as error:
+        log.error("%s", error)
+        return 1
+    await stopping.wait()
+    log.info("stopping")
+    await node.stop()
+    return 0
+
+
+def serve(config: NodeConfig) -> int:
+    """Run a node until SIGTERM or SIGINT. Returns the exit code."""
+    with contextlib.suppress(ValueError, OSError):
+        _raise_descriptor_limit()
+    if sys.platform == "linux":
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run(config))
+    return asyncio.run(run(config))
+
+
+def _raise_descriptor_limit() -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,211 @@
+"""What the node holds at this moment: sessions, their segments and files, and the index over them. No I/O, no clock.
+
+A block is visible exactly when its key is in the index; `publish` and `unpublish` are the only two places where that
+changes, each within one step of the event loop, so a lookup sees a segment whole or not at all. Of equal keys the
+first published stands. A session's place in the order of reclaim follows its use and that of the sessions forked from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flatcake_server.index import BlockIndex
+from flatcake_server.reclaim import ReclaimOrder
+from flatcake_server.records import FileId, FileRecord, KeyArray, SegmentRecord, SessionNo, SessionRecord
+from flatcake_server.segments import SegmentMap, SegmentRun
+from flatcake_transport.address import MISSING, AddressArray, Medium
+from flatcake_transport.space import Fingerprint, SpaceSpec
+
+MEMORY_POOL = 0  # pools 1.. are the SSD paths
+
+
+@dataclass(slots=True, eq=False)
+class SessionFile:
+    """A pre-allocated file as the loop sees it: `[0, tail)` is taken, of it `reserved_bytes` by turns under way."""
+
+    file_id: FileId
+    base: int
+    size_bytes: int
+    created_bytes: int  # its size before any trim
+    tail: int = 0
+    written_bytes: int = 0  # end of its last committed segment
+    committed_bytes: int = 0  # sum of its committed segments
+    reserved_bytes: int = 0
+    sealed: bool = False
+
+    def record(self, session_no: SessionNo) -> FileRecord:
+        return FileRecord(self.file_id, session_no, self.base, self.size_bytes, self.written_bytes, self.sealed)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One session. `holds` counts turns under way in it or on top of it; `lock` orders what happens to its files."""
+
+    session_no: SessionNo
+    name: str
+    spec: SpaceSpec
+    fingerprint: Fingerprint
+    pool: int  # of the SSD path its files are on; MEMORY_POOL while it has none
+    created_s: float
+    last_used_s: float
+    turns: int = 0
+    shared: bool = False
+    tail_key: bytes = b""
+    files: list[SessionFile] = field(default_factory=list)
+    segments: list[SegmentRecord] = field(default_factory=list)
+    holds: int = 0
+    gone: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def record(self) -> SessionRecord:
+        return SessionRecord(self.session_no, self.name, self.fingerprint, self.turns, self.created_s, self.last_used_s)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(s.total_bytes for s in self.segments if s.address.medium is Medium.MEMORY)
+
+    @property
+    def blocks(self) -> int:
+        return sum(segment.blocks for segment in self.segments)
+
+
+class Catalog:
+    """Sessions, segments, index and reclaim order, kept equal to each other. Belongs to the event loop."""
+
+    def __init__(self, index: BlockIndex) -> None:
+        self.index = index
+        self.segments = SegmentMap()
+        self.order = ReclaimOrder()
+        self.sessions: dict[SessionNo, Session] = {}
+        self.segments_in: Counter[int] = Counter()  # by pool
+        self.blocks_in: Counter[int] = Counter()
+        self._by_name: dict[tuple[Fingerprint, str], Session] = {}
+
+    def __len__(self) -> int:
+        return len(self.sessions)
+
+    def find(self, fingerprint: Fingerprint, name: str) -> Session | None:
+        return self._by_name.get((fingerprint, name))
+
+    def add(self, session: Session) -> None:
+        self.sessions[session.session_no] = session
+        self._by_name[session.fingerprint, session.name] = session
+        self.order.add(session.session_no)
+
+    def forget(self, session: Session) -> None:
+        """Take a session without visible segments out of the tables."""
+        session.gone = True
+        self.sessions.pop(session.session_no, None)
+        if self._by_name.get((session.fingerprint, session.name)) is session:
+            del self._by_name[session.fingerprint, session.name]
+        self.order.remove(session.session_no)
+
+    def load(self, sessions: list[Session]) -> None:
+        """Take over sessions with their segments at the start, all at once; least recently used first.
+
+        Of equal keys the one committed first stands, as it did before the restart.
+        """
+        for session in sessions:
+            self.add(session)
+            committed = sum(file.committed_bytes for file in session.files)
+            self.order.add_bytes(session.session_no, session.pool, committed)
+            self.segments_in[session.pool] += len(session.segments)
+            self.blocks_in[session.pool] += session.blocks
+        segments = sorted((s for session in sessions for s in session.segments), key=lambda s: s.generation)
+        self.segments.load(segments)
+        if not segments:
+            return
+        counts = np.array([segment.blocks for segment in segments])
+        bases = np.array([segment.address for segment in segments], np.uint64)
+        steps = np.array([self.sessions[s.session_no].spec.plane_bytes[0] for s in segments], np.uint64)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        addresses = np.repeat(bases, counts) + within.astype(np.uint64) * np.repeat(steps, counts)
+        self.index.insert(np.concatenate([segment.keys for segment in segments]), addresses)
+        self._link_all(segments)
+
+    def _link_all(self, segments: list[SegmentRecord]) -> None:
+        """Find which session each segment's parent lives in."""
+        parents = np.frombuffer(b"".join(segment.parent_key for segment in segments), np.uint8).reshape(-1, 16)
+        addresses = self.present(parents).tolist()
+        for segment, address in zip(segments, addresses, strict=True):
+            if address != MISSING:
+                parent = self.segments.at(address).session_no
+                if parent != segment.session_no:
+                    self.order.depend(segment.session_no, parent)
+
+    def publish(self, session: Session, segment: SegmentRecord) -> int:
+        """Make a committed segment visible. Returns how many of its keys are new; the others stay where they were."""
+        spec = session.spec
+        self.segments.add(segment)
+        session.segments.append(segment)
+        session.tail_key = segment.keys[-1].tobytes()
+        steps = np.arange(segment.blocks, dtype=np.uint64) * np.uint64(spec.plane_bytes[0])
+        inserted = self.index.insert(segment.keys, np.uint64(segment.address) + steps)
+        self._count(session, segment, 1)
+        return int(np.count_nonzero(inserted))
+
+    def unpublish(self, session: Session, segment: SegmentRecord) -> None:
+        """Make a segment invisible. Its bytes are as taken as before: the caller frees them, or does not."""
+        steps = np.arange(segment.blocks, dtype=np.uint64) * np.uint64(session.spec.plane_bytes[0])
+        self.index.remove(segment.keys, np.uint64(segment.address) + steps)
+        self.segments.remove(segment)
+        session.segments.remove(segment)
+        self._count(session, segment, -1)
+
+    def _count(self, session: Session, segment: SegmentRecord, sign: int) -> None:
+        pool = MEMORY_POOL if segment.address.medium is Medium.MEMORY else session.pool
+        self.order.add_bytes(session.session_no, pool, sign * segment.total_bytes)
+        self.segments_in[pool] += sign
+        self.blocks_in[pool] += sign * segment.blocks
+
+    def present(self, keys: KeyArray) -> AddressArray:
+        """Address of each key, `MISSING` where it is not stored."""
+        return self.index.lookup(keys)
+
+    def runs(self, spec: SpaceSpec, fingerprint: Fingerprint, addresses: AddressArray) -> list[SegmentRun]:
+        """The runs of a chain's stored prefix. Ends before a block of another space: a caller mixed up its keys."""
+        runs = self.segments.resolve(addresses, spec.plane_bytes[0])
+        for at, run in enumerate(runs):
+            if self.sessions[run.segment.session_no].fingerprint != fingerprint:
+                return runs[:at]
+        return runs
+
+    def chain(self, runs: Iterable[SegmentRun]) -> list[Session]:
+        """The sessions that hold a chain, each once, head first."""
+        numbers = dict.fromkeys(run.segment.session_no for run in runs)
+        return [self.sessions[number] for number in numbers]
+
+    def use(self, chain: list[Session], now_s: float) -> None:
+        """A chain was read or written: its sessions are the last to be reclaimed, the deeper before the shallower."""
+        for session in chain:
+            session.last_used_s = now_s
+        self.order.touch([session.session_no for session in chain])
+
+    def link(self, chain: list[Session]) -> None:
+        """Remember that each session of a chain needs the one before it."""
+        for parent, child in itertools.pairwise(chain):
+            self.order.depend(child.session_no, parent.session_no)
+
+    def chain_of(self, spec: SpaceSpec, fingerprint: Fingerprint, keys: KeyArray) -> list[Session]:
+        """The sessions that hold the stored blocks of a chain, holes skipped."""
+        addresses = self.present(keys)
+        return self.chain(self.runs(spec, fingerprint, addresses[addresses != np.uint64(MISSING)]))
+
+    def session_for(self, fingerprint: Fingerprint, parent_key: bytes) -> Session | None:
+        """The session whose last block is `parent_key`: new blocks after it continue that session. Never a shared one."""
+        address = int(self.index.lookup(np.frombuffer(parent_key, np.uint8).reshape(1, 16))[0])
+        if address == MISSING:
+            return None
+        session = self.sessions[self.segments.at(address).session_no]
+        continues = session.tail_key == parent_key and not session.shared and session.fingerprint == fingerprint
+        return session if continues else None

@@ -1,0 +1,111 @@
+"""One SSD path: its files, its journal, its quota, and the threads that may block on it.
+
+Each path is a failure domain. Everything of a session that is on SSD lives on one path, the journal that knows it too;
+when the path fails, its sessions are gone from the index and the node goes on without them.
+
+Accounting, all on the event loop, in extents of the SSD address range: those of sessions' files (`files_bytes`), those being
+made (`creating`) and those no longer visible whose bytes are still on the disk (`releasing`). An extent is counted before
+its file is made and until after it is gone, so all together never exceed the quota. A file that cannot be deleted stays
+in `condemned`, counted as releasing, and is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, TypeVar
+
+from flatcake_server.catalog import SessionFile
+from flatcake_server.journal import Journal
+from flatcake_server.session import SessionFiles
+from flatcake_transport.errors import Overloaded, Unavailable
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# An fsync or a RocksDB write keeps one thread waiting; four keep a disk with a deep queue busy with small work.
+THREADS: Final = 4
+
+
+class Disk:
+    def __init__(self, path: Path, pool: int, quota_bytes: int, queue_max: int) -> None:
+        self.path = path
+        self.pool = pool
+        self.quota_bytes = quota_bytes
+        self.failure = ""
+        self.files_bytes = 0
+        self.files_count = 0
+        self.creating: dict[int, int] = {}  # base -> bytes
+        self.releasing: dict[int, int] = {}
+        self.condemned: list[SessionFile] = []
+        self.room = asyncio.Lock()  # one reclaim at a time
+        self._queue_max = queue_max
+        self._queued = 0
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"flatcake-disk{pool}")
+        self._files: SessionFiles | None = None
+        self._journal: Journal | None = None
+
+    @property
+    def files(self) -> SessionFiles:
+        assert self._files is not None
+        return self._files
+
+    @property
+    def journal(self) -> Journal:
+        assert self._journal is not None
+        return self._journal
+
+    @property
+    def releasing_bytes(self) -> int:
+        return sum(self.releasing.values())
+
+    @property
+    def used_bytes(self) -> int:
+        return self.files_bytes + sum(self.creating.values()) + self.releasing_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self.quota_bytes - self.used_bytes
+
+    def open(self) -> None:
+        """Take the path for this process. Blocks; for the start.
+
+        Raises:
+            Unavailable: the path cannot be used, or belongs to another daemon.
+            Corrupt: its journal cannot be read.
+        """
+        self._files = SessionFiles(self.path)
+        try:
+            self._journal = Journal(self.path / "journal")
+        except BaseException:
+            self._files.close()
+            self._files = None
+            raise
+
+    async def run(self, work: Callable[..., T], *arguments: object) -> T:
+        """Do blocking work of this path in one of its threads.
+
+        Raises: Unavailable: the path is out of service. Overloaded: too much waits for it. What `work` raises.
+        """
+        if self.failure:
+            raise Unavailable(f"SSD path {self.path} is out of service: {self.failure}")
+        if self._queued >= self._queue_max:
+            raise Overloaded(f"SSD path {self.path} has {self._queued} operations waiting")
+        self._queued += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        finally:
+            self._queued -= 1
+
+    def close(self) -> None:
+        """Wait for what is under way, then let go of the path. Twice is fine."""
+        self._threads.shutdown(wait=not self.failure, cancel_futures=True)
+        if self._journal is not None:
+            self._journal.close()
+        if self._files is not None:
+            self._files.close()
+        self._journal = self._files = None

@@ -1,0 +1,164 @@
+"""Hands file descriptors to local clients: the arena, the session files of a lease, those of a turn.
+
+One SOCK_SEQPACKET connection a client (words: flatcake_transport.handoff). It is the client's life line: when it ends, the
+client is gone and all it held is given back. Descriptors are read-only for a lease and read-write for a turn; no path is
+ever named to a client. Opening may block on a disk, so it runs in the disk's threads.
+
+Faults survived: a client that speaks nonsense, never attaches, or floods (its connection is closed); a file that cannot
+be opened (a reply that says so).
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from flatcake_server.arena import Arena
+from flatcake_server.clients import StaleClient
+from flatcake_server.disk import Disk
+from flatcake_server.records import FileId
+from flatcake_server.store import Store
+from flatcake_transport.errors import FlatCakeError
+from flatcake_transport.handoff import (
+    FDS_MAX,
+    MESSAGE_BYTES_MAX,
+    Reply,
+    Request,
+    Status,
+    Verb,
+    decode_attach,
+    decode_request,
+    encode_reply,
+)
+
+log = logging.getLogger(__name__)
+
+ATTACH_TIMEOUT_S: Final = 10.0
+
+
+class Handover:
+    """Belongs to the event loop."""
+
+    def __init__(self, store: Store, arena: Arena, path: Path, mode: int, connections_max: int) -> None:
+        self._store = store
+        self._arena = arena
+        self._path = path
+        self._mode = mode
+        self._connections_max = connections_max
+        self._listener: socket.socket | None = None
+        self._acceptor: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self.handed_total = 0
+
+    def start(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        listener.bind(str(self._path))
+        self._path.chmod(self._mode)
+        listener.listen(128)
+        self._listener = listener
+        self._acceptor = asyncio.ensure_future(self._accept(listener))
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._acceptor, *self._connections) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+            self._listener = None
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors: those waiting wait on
+                log.warning("a handover connection could not be accepted: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            connection.setblocking(False)
+            if len(self._connections) >= self._connections_max:
+                connection.close()
+                continue
+            task = asyncio.ensure_future(self._serve(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        client_id = 0
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                attach = decode_attach(await _receive(connection))
+            try:
+                client_id = self._store.clients.attach(
+                    attach.client_id, attach.token, asyncio.get_running_loop().time()
+                ).client_id
+            except StaleClient as error:
+                await _send(connection, Reply(Status.REFUSED, text=str(error)), [])
+                return
+            await _send(connection, Reply(), [])
+            while message := await _receive(connection):
+                reply, fds = await self._answer(client_id, decode_request(message))
+                try:
+                    await _send(connection, reply, fds)
+                    self.handed_total += len(fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+        except (OSError, ValueError, TimeoutError) as error:
+            log.info("a handover connection ended: %s", error or type(error).__name__)
+        finally:
+            connection.close()
+            if client_id:
+                self._store.retirement.spawn(self._store.client_gone(client_id))
+
+    async def _answer(self, client_id: int, request: Request) -> tuple[Reply, list[int]]:
+        """A reply and the descriptors that go with it; the caller closes them."""
+        try:
+            if request.verb is Verb.ARENA:
+                return Reply(file_ids=(0,), direct=(False,)), [os.dup(self._arena.fd)]
+            if request.verb is Verb.LEASE:
+                files = self._store.files_of_lease(client_id, request.subject_id)
+                return await _opened(files, request.start, lambda disk: disk.files.open_read)
+            turn = self._store.turn(client_id, request.subject_id)
+            files = {
+                part.file.file_id: self._store.disks[part.session.pool] for part in turn.parts if part.file is not None
+            }
+            return await _opened(files, request.start, lambda disk: disk.files.open_write)
+        except LookupError as error:
+            return Reply(Status.GONE, text=str(error)), []
+        except (FlatCakeError, OSError) as error:
+            return Reply(Status.FAILED, text=str(error)), []
+
+
+async def _opened(
+    files: dict[FileId, Disk], start: int, opener: Callable[[Disk], Callable[[FileId], int]]
+) -> tuple[Reply, list[int]]:
+    ids = list(files)[start : start + FDS_MAX]
+    fds: list[int] = []
+    try:
+        for file_id in ids:
+            fds.append(await files[file_id].run(opener(files[file_id]), file_id))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    direct = tuple(files[file_id].files.direct for file_id in ids)
+    return Reply(file_ids=tuple(ids), direct=direct, more=start + len(ids) < len(files)), fds
+
+
+async def _receive(connection: socket.socket) -> bytes:
+    return await asyncio.get_running_loop().sock_recv(connection, MESSAGE_BYTES_MAX)
+
+
+async def _send(connection: socket.socket, reply: Reply, fds: list[int]) -> None:
+    """Messages are small and one is answered before the next is read, so the socket buffer has room."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    connection.sendmsg([encode_reply(reply)], rights)

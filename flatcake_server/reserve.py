@@ -1,0 +1,217 @@
+"""Reserving space for a turn and giving it back: memory from the arena's allocator, SSD at the tail of a session file.
+
+Reserving changes nothing on disk but the pre-allocation of a file; a crash leaves a file that no journal knows, deleted at
+the next start. Within a file only uncommitted space at its tail is ever used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from flatcake_server.catalog import MEMORY_POOL, Catalog, Session, SessionFile
+from flatcake_server.disk import Disk
+from flatcake_server.extents import ExtentAllocator
+from flatcake_server.placement import Reason
+from flatcake_server.records import FileId, KeyArray, SessionNo
+from flatcake_server.retire import Retirement
+from flatcake_server.sizing import SizingPolicy, file_bytes
+from flatcake_server.turns import Part, PartPlan
+from flatcake_transport.address import Address, Medium
+from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
+from flatcake_transport.footer import footer_bytes
+from flatcake_transport.layout import segment_layout
+from flatcake_transport.space import Fingerprint, SpaceSpec
+
+SHARED_PREFIX: Final = "shared/"
+NO_SSD: Final = "no-ssd"  # the reason of a placement on a node of memory only
+
+
+@dataclass(slots=True)
+class Numbers:
+    """The next of each number that is never used twice in this store."""
+
+    session_no: int = 1
+    file_id: int = 1
+    generation: int = 1
+    turn_id: int = 1
+
+    def next_session_no(self) -> SessionNo:
+        self.session_no += 1
+        return SessionNo(self.session_no - 1)
+
+    def next_file_id(self) -> FileId:
+        self.file_id += 1
+        return FileId(self.file_id - 1)
+
+
+class Reserver:
+    """Belongs to the event loop."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        memory: ExtentAllocator,
+        ssd_range: ExtentAllocator,
+        disks: dict[int, Disk],
+        retirement: Retirement,
+        numbers: Numbers,
+        *,
+        node_id: int,
+        sessions_max: int,
+        sizing: SizingPolicy,
+        wall_s: Callable[[], float],
+    ) -> None:
+        self._catalog = catalog
+        self._memory = memory
+        self._ssd_range = ssd_range
+        self._disks = disks
+        self._retirement = retirement
+        self._numbers = numbers
+        self._node_id = node_id
+        self._sessions_max = sessions_max
+        self._sizing = sizing
+        self._wall_s = wall_s
+
+    def session(self, spec: SpaceSpec, fingerprint: Fingerprint, name: str, *, shared: bool = False) -> Session:
+        """The session of that name, made if it is not there. Raises: Overloaded: as many as there may be."""
+        session = self._catalog.find(fingerprint, name)
+        if session is None:
+            if len(self._catalog) >= self._sessions_max:
+                raise Overloaded(f"{len(self._catalog)} sessions are stored, sessions_max is {self._sessions_max}")
+            now_s = self._wall_s()
+            number = self._numbers.next_session_no()
+            session = Session(number, name, spec, fingerprint, MEMORY_POOL, now_s, now_s, shared=shared)
+            self._catalog.add(session)
+        return session
+
+    async def reserve(self, turn_session: Session, plan: PartPlan, keys: KeyArray, root_key: bytes) -> Part:
+        """Space for one segment of a turn; its session is held until `release`, or its commit.
+
+        Args:
+            keys: the turn's whole chain.
+            root_key: the parent of its first key.
+        Raises:
+            Overloaded: neither medium has room. Unavailable: the SSD path failed just now.
+        """
+        session, spec = turn_session, turn_session.spec
+        end = plan.first_block + plan.blocks
+        if plan.reason == Reason.SHARED:
+            name = SHARED_PREFIX + keys[end - 1].tobytes().hex()
+            session = self.session(spec, turn_session.fingerprint, name, shared=True)
+        layout = segment_layout(spec, plan.blocks)
+        total_bytes = layout.data_bytes + footer_bytes(spec, session.name, plan.blocks)
+        session.holds += 1
+        try:
+            address, reason, file, file_offset = await self._place(session, plan, total_bytes)
+        except BaseException:
+            session.holds -= 1
+            raise
+        return Part(
+            plan=plan,
+            session=session,
+            layout=layout,
+            total_bytes=total_bytes,
+            address=address,
+            reason=reason,
+            keys=keys[plan.first_block : end],
+            parent_key=keys[plan.first_block - 1].tobytes() if plan.first_block else root_key,
+            file=file,
+            file_offset=file_offset,
+            algorithms=bytearray(spec.shards),
+            checksums=np.zeros(layout.granules, np.uint64),
+        )
+
+    async def _place(
+        self, session: Session, plan: PartPlan, total_bytes: int
+    ) -> tuple[Address, str, SessionFile | None, int]:
+        reason = str(plan.reason)
+        if not self._disks:
+            await self._retirement.make_memory_room(total_bytes)
+            reason = reason if plan.medium is Medium.MEMORY else NO_SSD
+        if plan.medium is Medium.MEMORY or not self._disks:
+            if self._retirement.memory_above_watermark(total_bytes):
+                self._retirement.want_memory_room(total_bytes)
+            offset = self._memory.allocate(total_bytes)
+            if offset is not None:
+                return Address.of(Medium.MEMORY, self._node_id, offset), reason, None, offset
+            if not self._disks:
+                raise Overloaded(f"the arena has no {total_bytes} bytes in one piece, and this node has no SSD path")
+            reason = str(Reason.MEMORY_FULL)
+        async with session.lock:
+            file = await self._file_with_room(session, total_bytes)
+            file_offset = file.tail
+            file.tail += total_bytes
+            file.reserved_bytes += total_bytes
+        return Address.of(Medium.SSD, self._node_id, file.base + file_offset), reason, file, file_offset
+
+    async def _file_with_room(self, session: Session, total_bytes: int) -> SessionFile:
+        """The session's file that takes `total_bytes` more; a further one if need be. The caller holds the lock."""
+        last = session.files[-1] if session.files else None
+        if last is not None and not last.sealed and last.tail + total_bytes <= last.size_bytes:
+            return last
+        if last is None:
+            session.pool = self._roomiest_disk().pool
+        disk = self._disks[session.pool]
+        if session.gone or disk.failure:
+            raise Unavailable(f"SSD path {disk.path} is out of service: {disk.failure}")
+        written = sum(file.committed_bytes for file in session.files)
+        wanted = file_bytes(total_bytes, written, last.created_bytes if last else 0, self._sizing)
+        try:
+            file = await self._create(disk, wanted)
+        except Overloaded:
+            if wanted <= total_bytes:
+                raise
+            file = await self._create(disk, total_bytes)  # without headroom
+        session.files.append(file)
+        if last is not None and not last.sealed:
+            await self._retirement.trim(session, last)
+        return file
+
+    def _roomiest_disk(self) -> Disk:
+        alive = [disk for disk in self._disks.values() if not disk.failure]
+        if not alive:
+            raise Unavailable("every SSD path is out of service")
+        return max(alive, key=lambda disk: disk.free_bytes)
+
+    async def _create(self, disk: Disk, size_bytes: int) -> SessionFile:
+        await self._retirement.make_room(disk, size_bytes)
+        base = self._ssd_range.allocate(size_bytes)
+        if base is None:
+            raise Overloaded(f"the SSD address range has no {size_bytes} bytes in one piece")
+        file = SessionFile(self._numbers.next_file_id(), base, size_bytes, size_bytes)
+        disk.creating[base] = size_bytes  # counted before it is taken: the quota holds at every instant
+        try:
+            await disk.run(disk.files.create, file.file_id, size_bytes)
+        except BaseException as error:
+            self._ssd_range.free(base, disk.creating.pop(base))
+            if isinstance(error, Unavailable):
+                self._retirement.fail_disk(disk, str(error))
+            raise
+        disk.files_bytes += disk.creating.pop(base)
+        disk.files_count += 1
+        return file
+
+    def release(self, part: Part) -> None:
+        """Give back a part that will not be committed and that nobody writes to any more."""
+        part.open = False
+        part.session.holds -= 1
+        if part.file is None:
+            self._memory.free(part.address.offset, part.total_bytes)
+            return
+        part.file.reserved_bytes -= part.total_bytes
+        if part.file.tail == part.file_offset + part.total_bytes:
+            part.file.tail = part.file_offset
+
+    async def give_back(self, parts: list[Part]) -> None:
+        """Release parts, then drop the sessions that were made for them and hold nothing else."""
+        for part in parts:
+            self.release(part)
+        for part in parts:
+            try:
+                await self._retirement.settle(part.session)
+            except FlatCakeError:  # the path failed meanwhile: its sessions are gone already
+                continue

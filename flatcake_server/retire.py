@@ -1,0 +1,272 @@
+"""How space comes back: reclaim, drop, trim, quarantine, and the end of a path. Carries out what the pure parts decide.
+
+The order is always: make invisible, write it in the journal, take the bytes from the disk, then count them free. A crash
+in between leaves files the journal does not know; the next start deletes them. Bytes a reader has leased are not
+reused: memory of a session that had to go at once waits in `limbo` for the last lease on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable
+
+from flatcake_server.catalog import MEMORY_POOL, Catalog, Session, SessionFile
+from flatcake_server.disk import Disk
+from flatcake_server.extents import ExtentAllocator
+from flatcake_server.lease import LeaseTable
+from flatcake_server.reclaim import reclaim_need
+from flatcake_server.records import SegmentRecord, SessionNo
+from flatcake_transport.address import Medium
+from flatcake_transport.errors import FlatCakeError, Overloaded
+from flatcake_transport.layout import align_up
+
+log = logging.getLogger(__name__)
+
+
+class Retirement:
+    """Owns what leaves. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        memory: ExtentAllocator,
+        ssd_range: ExtentAllocator,
+        leases: LeaseTable,
+        disks: dict[int, Disk],
+        watermarks: dict[Medium, tuple[float, float]],
+    ) -> None:
+        self._catalog = catalog
+        self._memory = memory
+        self._memory_quota = memory.used_bytes + memory.free_bytes
+        self._ssd_range = ssd_range
+        self._leases = leases
+        self._disks = disks
+        self._watermarks = watermarks
+        self._memory_room = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._limbo: list[tuple[SessionNo, int, int]] = []
+        self.counts: Counter[str] = Counter()
+        self.reclaimed: Counter[int] = Counter()
+
+    @property
+    def limbo_bytes(self) -> int:
+        return sum(size for _, _, size in self._limbo)
+
+    @property
+    def limbo(self) -> list[tuple[int, int]]:
+        return [(offset, size) for _, offset, size in self._limbo]
+
+    def busy(self, session_no: int) -> bool:
+        session = self._catalog.sessions.get(SessionNo(session_no))
+        return session is None or session.holds > 0 or self._leases.pins(session_no) > 0
+
+    # -- making room -----------------------------------------------------------------------------------------------
+
+    async def make_room(self, disk: Disk, size_bytes: int) -> None:
+        """Have `size_bytes` free on a path, dropping sessions least recently used. Raises: Overloaded: it cannot be had."""
+        high, low = self._watermarks[Medium.SSD]
+        async with disk.room:
+            while need := reclaim_need(disk.used_bytes, size_bytes, disk.quota_bytes, high, low):
+                victims = self._catalog.order.victims(disk.pool, need, self.busy)
+                before = disk.used_bytes
+                await self._drop_all(disk.pool, victims)
+                if disk.used_bytes >= before:
+                    break
+            if disk.free_bytes < size_bytes:
+                raise Overloaded(
+                    f"{disk.path} has {disk.free_bytes} bytes free of its quota of {disk.quota_bytes}; {size_bytes} are "
+                    "needed, and the rest is being read or written"
+                )
+
+    async def make_memory_room(self, size_bytes: int) -> None:
+        """Drop memory sessions down to the low watermark if `size_bytes` more would cross the high one."""
+        high, low = self._watermarks[Medium.MEMORY]
+        async with self._memory_room:
+            need = reclaim_need(self._memory.used_bytes, size_bytes, self._memory_quota, high, low)
+            if need:
+                await self._drop_all(MEMORY_POOL, self._catalog.order.victims(MEMORY_POOL, need, self.busy))
+
+    def memory_above_watermark(self, size_bytes: int) -> bool:
+        return self._memory.used_bytes + size_bytes > self._watermarks[Medium.MEMORY][0] * self._memory_quota
+
+    def want_memory_room(self, size_bytes: int) -> None:
+        """The same behind the caller's back: what it wants now goes to SSD."""
+        if not self._memory_room.locked():
+            self.spawn(self.make_memory_room(size_bytes))
+
+    async def _drop_all(self, pool: int, victims: Iterable[int]) -> None:
+        for session_no in victims:
+            session = self._catalog.sessions.get(SessionNo(session_no))
+            if session is not None and not self.busy(session_no):
+                await self.drop(session)
+                self.reclaimed[pool] += 1
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    async def drop(self, session: Session) -> None:
+        """Take a session out whole. When it returns its bytes are free, or counted as releasing."""
+        segments, files = list(session.segments), list(session.files)
+        self._vanish(session)
+        disk = self._disks.get(session.pool)
+        if disk is None or not files:
+            return
+        disk.files_count -= len(files)
+        for file in files:
+            self._to_releasing(disk, file.base, file.size_bytes)
+        async with session.lock:
+            try:
+                ssd = [segment.generation for segment in segments if segment.address.medium is Medium.SSD]
+                await disk.run(disk.journal.drop, session.session_no, [file.file_id for file in files], ssd)
+            except FlatCakeError as error:
+                self.fail_disk(disk, f"its journal cannot be written: {error}")
+                return
+            await self._delete(disk, files)
+
+    def _vanish(self, session: Session) -> None:
+        for segment in list(session.segments):
+            self._catalog.unpublish(session, segment)
+            if segment.address.medium is Medium.MEMORY:
+                self._free_memory(session.session_no, segment)
+        self._catalog.forget(session)
+
+    def _free_memory(self, session_no: SessionNo, segment: SegmentRecord) -> None:
+        if self._leases.pins(session_no) > 0:
+            self._limbo.append((session_no, segment.address.offset, segment.total_bytes))
+        else:
+            self._memory.free(segment.address.offset, segment.total_bytes)
+
+    def _to_releasing(self, disk: Disk, base: int, size_bytes: int) -> None:
+        disk.files_bytes -= size_bytes
+        disk.releasing[base] = size_bytes
+
+    def _to_free(self, disk: Disk, base: int) -> None:
+        self._ssd_range.free(base, disk.releasing.pop(base))
+
+    async def _delete(self, disk: Disk, files: list[SessionFile]) -> None:
+        """Take files from the disk that nothing shows any more; what cannot be deleted is condemned."""
+        for file in files:
+            try:
+                await disk.run(disk.files.delete, file.file_id)
+            except FlatCakeError as error:
+                if disk.failure:
+                    return
+                log.warning(
+                    "session file %x on %s cannot be deleted, kept as lost space: %s", file.file_id, disk.path, error
+                )
+                self.counts["undeletable"] += 1
+                disk.condemned.append(file)
+                continue
+            self._to_free(disk, file.base)
+
+    async def settle(self, session: Session) -> None:
+        """Drop a session that nothing was stored in and nobody writes to."""
+        if not session.gone and not session.segments and session.holds == 0:
+            await self.drop(session)
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    async def trim(self, session: Session, file: SessionFile) -> None:
+        """Give back the unused tail of a file. The caller holds the session's lock."""
+        keep_bytes = align_up(file.tail)
+        disk = self._disks.get(session.pool)
+        if disk is None or disk.failure or session.gone or keep_bytes >= file.size_bytes:
+            return
+        if keep_bytes == 0:
+            session.files.remove(file)
+            disk.files_count -= 1
+            self._to_releasing(disk, file.base, file.size_bytes)
+            await self._delete(disk, [file])
+            return
+        tail_bytes, file.size_bytes = file.size_bytes - keep_bytes, keep_bytes
+        self._to_releasing(disk, file.base + keep_bytes, tail_bytes)
+        try:
+            if file.written_bytes:
+                await disk.run(disk.journal.put_file, file.record(session.session_no))
+            await disk.run(disk.files.truncate, file.file_id, keep_bytes)
+        except FlatCakeError as error:
+            # The tail stays counted as lost until the next start, which cuts the file to what is committed.
+            log.warning("session file %x on %s cannot be trimmed: %s", file.file_id, disk.path, error)
+            self.counts["undeletable"] += 1
+            return
+        self._to_free(disk, file.base + keep_bytes)
+        self.counts["trimmed"] += 1
+
+    async def seal(self, session: Session, file: SessionFile) -> None:
+        """A write into the file failed: it is read from now on, never written again."""
+        if file.sealed:
+            return
+        file.sealed = True
+        self.counts["sealed"] += 1
+        disk = self._disks[session.pool]
+        log.warning("session file %x of %s on %s is sealed after a failed write", file.file_id, session.name, disk.path)
+        if file.written_bytes:
+            try:
+                await disk.run(disk.journal.put_file, file.record(session.session_no))
+            except FlatCakeError as error:
+                self.fail_disk(disk, f"its journal cannot be written: {error}")
+
+    # -- segments --------------------------------------------------------------------------------------------------
+
+    async def discard(self, session: Session, segment: SegmentRecord) -> None:
+        """Take one segment out: it is corrupt, or somebody else's copy came first. Its bytes in a file stay a hole."""
+        self._catalog.unpublish(session, segment)
+        if segment.address.medium is Medium.MEMORY:
+            self._free_memory(session.session_no, segment)
+        else:
+            for file in session.files:
+                if file.file_id == segment.file_id:
+                    file.committed_bytes -= segment.total_bytes
+            disk = self._disks[session.pool]
+            try:
+                await disk.run(disk.journal.drop, None, [], [segment.generation])
+            except FlatCakeError as error:
+                self.fail_disk(disk, f"its journal cannot be written: {error}")
+        await self.settle(session)
+
+    # -- paths -----------------------------------------------------------------------------------------------------
+
+    def fail_disk(self, disk: Disk, failure: str) -> None:
+        """A path can no longer be trusted with writes or asked: its sessions become misses, all else goes on."""
+        if disk.failure:
+            return
+        disk.failure = failure
+        lost = [session for session in self._catalog.sessions.values() if session.pool == disk.pool]
+        for session in lost:
+            self._vanish(session)
+        self.counts["disk_failures"] += 1
+        log.error("SSD path %s is out of service, %d sessions with it: %s", disk.path, len(lost), failure)
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    async def tick(self) -> None:
+        """Once a second: memory whose last lease ended, files that could not be deleted."""
+        held = [(no, offset, size) for no, offset, size in self._limbo if self._leases.pins(no) > 0]
+        for no, offset, size in self._limbo:
+            if self._leases.pins(no) == 0:
+                self._memory.free(offset, size)
+        self._limbo = held
+        for disk in self._disks.values():
+            if disk.condemned and not disk.failure:
+                again, disk.condemned = disk.condemned, []
+                await self._delete(disk, again)
+
+    async def trim_idle(self, idle_since_s: float) -> None:
+        """Trim the files of sessions not used since a moment."""
+        for session in list(self._catalog.sessions.values()):
+            if session.last_used_s > idle_since_s or session.holds or not session.files:
+                continue
+            async with session.lock:
+                if not session.gone and session.holds == 0:
+                    await self.trim(session, session.files[-1])
+
+    def spawn(self, work: object) -> None:
+        """Run work behind the caller's back, kept until done and counted by `drain`."""
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def drain(self) -> None:
+        while self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)

@@ -1,0 +1,243 @@
+"""What operators see of the store: its stats, spaces and sessions, as values. Reads state, changes none."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flatcake_server.arena import Arena
+from flatcake_server.catalog import MEMORY_POOL, Session
+from flatcake_server.disk import Disk
+from flatcake_server.extents import ExtentAllocator
+from flatcake_server.handover import Handover
+from flatcake_server.law import Progress, check_files, check_state
+from flatcake_server.records import SessionNo
+from flatcake_server.rpc import Identity, Timings
+from flatcake_server.stats import Counters, IndexStats, PoolStats, StoreStats
+from flatcake_server.store import Store
+from flatcake_transport.space import Fingerprint
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Reports:
+    """Everything an operator may ask of a running daemon. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        arena: Arena,
+        memory: ExtentAllocator,
+        ssd_range: ExtentAllocator,
+        handover: Handover,
+        identity: Identity,
+        timings: Timings,
+        started_s: float,
+    ) -> None:
+        self._store = store
+        self._arena = arena
+        self._memory = memory
+        self._ssd_range = ssd_range
+        self._handover = handover
+        self._identity = identity
+        self._timings = timings
+        self._started_s = started_s  # monotonic
+        self.ready_s = 0.0
+
+    def stats(self) -> StoreStats:
+        store, index, leases = self._store, self._store.catalog.index.stats(), self._store.leases.stats()
+        uptime_s = time.monotonic() - self._started_s
+        return StoreStats(
+            version=self._identity.version,
+            incarnation=self._identity.incarnation.hex(),
+            node_id=self._identity.node_id,
+            started_s=time.time() - uptime_s,
+            uptime_s=uptime_s,
+            ready_s=self.ready_s,
+            rss_bytes=_rss_bytes(),
+            spaces=len(store.spaces),
+            sessions=len(store.catalog),
+            segments=len(store.catalog.segments),
+            clients=len(store.clients),
+            leases=leases.leases,
+            pinned_sessions=leases.pinned_sessions,
+            open_turns=len(store.turns),
+            index=IndexStats(index.blocks, index.bytes, index.bytes_per_block),
+            pools=(self._memory_pool(), *(self._disk_pool(disk) for disk in store.disks.values())),
+            counters=self._counters(),
+            rpc_seconds=dict(self._timings.by_verb),
+        )
+
+    def _memory_pool(self) -> PoolStats:
+        catalog = self._store.catalog
+        committed = catalog.order.bytes_of(MEMORY_POOL)
+        releasing = self._store.retirement.limbo_bytes
+        return PoolStats(
+            name="memory",
+            medium="memory",
+            quota_bytes=self._memory.size_bytes,
+            committed_bytes=committed,
+            reserved_bytes=self._memory.used_bytes - committed - releasing,
+            releasing_bytes=releasing,
+            free_bytes=self._memory.free_bytes,
+            largest_free_bytes=self._memory.largest_free_bytes,
+            sessions=catalog.order.sessions_in(MEMORY_POOL),
+            segments=catalog.segments_in[MEMORY_POOL],
+            blocks=catalog.blocks_in[MEMORY_POOL],
+            written_bytes=committed,
+            huge_pages=self._arena.huge_pages,
+        )
+
+    def _disk_pool(self, disk: Disk) -> PoolStats:
+        catalog = self._store.catalog
+        committed = catalog.order.bytes_of(disk.pool)
+        return PoolStats(
+            name=str(disk.path),
+            medium="ssd",
+            quota_bytes=disk.quota_bytes,
+            committed_bytes=committed,
+            reserved_bytes=disk.used_bytes - disk.releasing_bytes - committed,
+            releasing_bytes=disk.releasing_bytes,
+            free_bytes=disk.free_bytes,
+            largest_free_bytes=disk.free_bytes,
+            sessions=catalog.order.sessions_in(disk.pool),
+            segments=catalog.segments_in[disk.pool],
+            blocks=catalog.blocks_in[disk.pool],
+            files=disk.files_count,
+            written_bytes=committed,
+            direct=not disk.failure and disk.files.direct,
+            failure=disk.failure,
+        )
+
+    def _counters(self) -> Counters:
+        counts, retired = self._store.counts, self._store.retirement
+        names = {MEMORY_POOL: "memory"} | {disk.pool: str(disk.path) for disk in self._store.disks.values()}
+        committer = self._store.committer
+        return Counters(
+            lookups_total=counts["lookups"],
+            lookup_blocks_total=counts["lookup_blocks"],
+            hit_blocks_total={medium: counts[f"hit_blocks/{medium}"] for medium in ("memory", "ssd")},
+            hit_bytes_total={medium: counts[f"hit_bytes/{medium}"] for medium in ("memory", "ssd")},
+            turns_begun_total=counts["turns_begun"],
+            turns_committed_total=counts["turns_committed"],
+            turns_aborted_total=counts["turns_aborted"],
+            turns_refused_total=counts["turns_refused"],
+            stored_blocks_total=dict(committer.stored_blocks),
+            stored_bytes_total=dict(committer.stored_bytes),
+            duplicate_blocks_total=committer.duplicate_blocks,
+            sessions_reclaimed_total={names[pool]: n for pool, n in retired.reclaimed.items()},
+            sessions_dropped_total=counts["sessions_dropped"],
+            files_trimmed_total=retired.counts["trimmed"],
+            files_sealed_total=retired.counts["sealed"],
+            corrupt_segments_total=counts["corrupt_segments"],
+            disk_failures_total=retired.counts["disk_failures"],
+            clients_lost_total=counts["clients_lost"],
+            descriptors_handed_total=self._handover.handed_total,
+        )
+
+    def spaces(self) -> list[dict[str, Any]]:
+        spaces = dict(self._store.spaces)
+        sessions = list(self._store.catalog.sessions.values())
+        spaces |= {session.fingerprint: session.spec for session in sessions}
+        return [
+            asdict(spec)
+            | {
+                "fingerprint": fingerprint.hex(),
+                "block_bytes": spec.block_bytes,
+                "sessions": sum(session.fingerprint == fingerprint for session in sessions),
+                "blocks": sum(session.blocks for session in sessions if session.fingerprint == fingerprint),
+                "open": fingerprint in self._store.spaces,
+            }
+            for fingerprint, spec in spaces.items()
+        ]
+
+    def sessions(self, fingerprint: Fingerprint | None, limit: int) -> list[dict[str, Any]]:
+        """Most recently used first."""
+        catalog = self._store.catalog
+        newest = (catalog.sessions[SessionNo(no)] for no in reversed(catalog.order.sessions()))
+        chosen = [session for session in newest if fingerprint in (None, session.fingerprint)]
+        return [self._row(session) for session in chosen[:limit]]
+
+    def session(self, name: str) -> dict[str, Any]:
+        """One session with its segments. Raises: ValueError: no session has that name."""
+        named = self._named(name)
+        if not named:
+            raise ValueError(f"no session is named {name!r}: see `flatcake sessions list`")
+        row = self._row(named[0])
+        row["segments"] = [
+            {
+                "address": str(segment.address),
+                "turn": segment.turn,
+                "first_block": segment.first_block,
+                "blocks": segment.blocks,
+                "bytes": segment.total_bytes,
+                "reason": segment.reason,
+            }
+            for segment in named[0].segments
+        ]
+        row["other_spaces"] = [session.spec.model for session in named[1:]]
+        return row
+
+    async def drop(self, names: Sequence[str]) -> dict[str, Any]:
+        """Drop whole sessions by name; what is being read or written, or needed by others, stays, and is said."""
+        report: dict[str, Any] = {"dropped": [], "busy": [], "needed": [], "unknown": []}
+        for name in names:
+            named = self._named(name)
+            if not named:
+                report["unknown"].append(name)
+            for session in named:
+                if self._store.retirement.busy(session.session_no):
+                    report["busy"].append(name)
+                elif self._store.catalog.order.dependents(session.session_no):
+                    report["needed"].append(name)
+                else:
+                    await self._store.retirement.drop(session)
+                    self._store.counts["sessions_dropped"] += 1
+                    report["dropped"].append(name)
+        return report
+
+    async def check(self, data: bool, progress: Progress) -> dict[str, Any]:
+        """The law on the living store; `data` is for the offline check, which reads every byte."""
+        findings = check_state(self._store, self._memory, self._ssd_range)
+        findings += await check_files(self._store, progress, data=data)
+        stats = self.stats()
+        return {
+            "ok": not findings,
+            "findings": findings,
+            "sessions": stats.sessions,
+            "segments": stats.segments,
+            "blocks": stats.index.blocks,
+            "pools": [asdict(pool) for pool in stats.pools],
+        }
+
+    def _named(self, name: str) -> list[Session]:
+        return [session for session in self._store.catalog.sessions.values() if session.name == name]
+
+    def _row(self, session: Session) -> dict[str, Any]:
+        disk = self._store.disks.get(session.pool)
+        return {
+            "name": session.name,
+            "model": session.spec.model,
+            "fingerprint": session.fingerprint.hex(),
+            "turns": session.turns,
+            "segments": len(session.segments),
+            "blocks": session.blocks,
+            "tokens": session.blocks * session.spec.block_tokens,
+            "memory_bytes": session.memory_bytes,
+            "ssd_bytes": sum(file.committed_bytes for file in session.files),
+            "reserved_bytes": session.file_bytes,
+            "files": len(session.files),
+            "path": str(disk.path) if disk else "",
+            "created_s": session.created_s,
+            "last_used_s": session.last_used_s,
+            "readers": self._store.leases.pins(session.session_no),
+            "writers": session.holds,
+        }
+
+
+def _rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
