@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemon import Daemon
 from hypothesis import settings
 
 # A machine shared with builds is slow at random, so Hypothesis judges no example by its time.
 settings.register_profile("default", deadline=None)
 settings.register_profile("soak", deadline=None, max_examples=5000, stateful_step_count=200)
 settings.load_profile("default")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    """A running node on the test's own directory; the law is checked when the test is over."""
+    with Daemon(tmp_path) as running:
+        yield running
+        if running.process is not None and running.process.poll() is None:
+            running.check()
