@@ -113,12 +113,10 @@ def show_session(name: str, endpoint: Endpoint = None, json: Json = False) -> No
     if json:
         print_json(document)
         return
-    out = console()
     tables = {
-        key: value
-        for key, value in document.items()
-        if isinstance(value, list) and value and isinstance(value[0], dict)
+        key: rows for key, rows in document.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)
     }
+    out = console()
     out.print(fields_table(name, {key: value for key, value in document.items() if key not in tables}))
     for key, rows in tables.items():
         out.print(rows_table(key, rows))

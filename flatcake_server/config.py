@@ -225,6 +225,11 @@ class NodeConfig(BaseModel):
         return self.socket.with_name(self.socket.name + HANDOVER_SUFFIX)
 
     @property
+    def socket_permissions(self) -> int:
+        """`socket_mode` as chmod takes it."""
+        return int(self.socket_mode, 8)
+
+    @property
     def ssd_path_bytes(self) -> int:
         """Quota of each SSD path: an even share of `ssd_bytes`, whole pages. 0 without paths."""
         return _whole_pages(self.ssd_bytes // len(self.ssd_paths)) if self.ssd_paths else 0

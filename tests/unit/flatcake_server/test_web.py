@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from flatcake_server.units import Listen
+from flatcake_server.web import start_web, web_app
+from some_stats import some_stats
+
+
+def ask(listen: Listen, path: str, method: str = "GET") -> tuple[int, dict[str, str], str]:
+    host = "[::1]" if listen.host == "::" else listen.host
+    try:
+        with urlopen(Request(f"http://{host}:{listen.port}{path}", method=method), timeout=10) as reply:
+            return reply.status, dict(reply.headers), reply.read().decode()
+    except HTTPError as error:
+        with error:
+            return error.code, dict(error.headers), error.read().decode()
+
+
+def served(asking, listen=None, healthy=lambda: ""):
+    """Runs `asking(where)` in a thread beside the site."""
+
+    async def run():
+        runner, where = await start_web(web_app(some_stats, healthy), listen or Listen("127.0.0.1", 0))
+        try:
+            return await asyncio.to_thread(asking, where)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_metrics_are_the_exposition():
+    code, headers, text = served(lambda where: ask(where, "/metrics"))
+    assert code == 200
+    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert "flatcake_lookups_total 1001.0" in text
+
+
+def test_health_is_200_or_503_with_the_reason():
+    assert served(lambda where: ask(where, "/healthz"))[::2] == (200, "ok\n")
+    assert served(lambda where: ask(where, "/healthz"), healthy=lambda: "no disk left")[::2] == (503, "no disk left\n")
+
+
+def test_status_is_the_stats_as_json():
+    code, _, text = served(lambda where: ask(where, "/status"), healthy=lambda: "no disk left")
+    document = json.loads(text)
+    assert code == 200
+    assert (document["healthy"], document["why_not"]) == (False, "no disk left")
+    assert document["counters"]["lookups_total"] == 1001
+    assert document["pools"][1]["failure"] == "disk died"
+
+
+def test_the_page_needs_no_other_host_and_trusts_no_text():
+    code, headers, page = served(lambda where: ask(where, "/"))
+    assert code == 200
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert not re.search(
+        r"https?://|@import|innerHTML|insertAdjacentHTML|document\.write|<link[^>]+href=\"(?!data:)", page
+    )
+    fields = set(re.findall(r"stats\.(\w+)", page)) - {"healthy", "why_not"}
+    assert fields <= set(some_stats().__slots__)
+    assert set(re.findall(r"counters\.(\w+)", page)) <= set(some_stats().counters.__slots__)
+    assert set(re.findall(r"pool\.(\w+)", page)) <= set(some_stats().pools[0].__slots__)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_nothing_can_be_changed(method):
+    assert served(lambda where: [ask(where, path, method)[0] for path in ("/", "/metrics", "/status")]) == [
+        405,
+        405,
+        405,
+    ]
+
+
+def test_unknown_paths_are_404():
+    assert served(lambda where: ask(where, "/../../etc/passwd"))[0] == 404
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here: listening on both families is not tested")
+def test_one_address_serves_ipv4_and_ipv6():
+    def both(where):
+        return ask(where, "/healthz")[0], ask(Listen("127.0.0.1", where.port), "/healthz")[0]
+
+    assert served(both, Listen("::", 0)) == (200, 200)
+
+
+def test_a_taken_port_names_the_option_and_the_address():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = Listen("127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(OSError, match="Address already in use") as caught:
+            served(lambda _: None, listen)
+    assert caught.value.filename == f"http_listen {listen}"
