@@ -144,7 +144,7 @@ def _check_index(store: Store, sessions: list[Session]) -> list[str]:
         for segment in session.segments:
             found = store.catalog.present(segment.keys)
             own = np.uint64(segment.address) + np.arange(segment.blocks, dtype=np.uint64) * step
-            own_blocks += int(np.count_nonzero(np.unique(own[found == own])))
+            own_blocks += len(np.unique(own[found == own]))
     if own_blocks != len(store.catalog.index):
         findings.append(f"the index has {len(store.catalog.index)} blocks, segments stand for {own_blocks} of them")
     return findings

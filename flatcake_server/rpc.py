@@ -17,9 +17,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 import grpc
 import numpy as np
@@ -43,7 +43,6 @@ KEY_BYTES: Final = 16
 SESSION_NAME_BYTES_MAX: Final = 4096
 LIST_MAX: Final = 1000
 
-T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _STATUS: Final = (
@@ -103,15 +102,20 @@ async def _refuse(context: Context, error: BaseException) -> NoReturn:
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
 
 
-async def _answer(context: Context, timings: Timings, verb: str, work: Coroutine[Any, Any, T]) -> T:
-    """Run a verb to its end, translate its errors, and count it."""
-    started_s = time.perf_counter()
-    try:
-        return await asyncio.shield(work)
-    except Exception as error:  # noqa: BLE001  the edge: every error becomes a status
-        await _refuse(context, error)
-    finally:
-        timings.add(verb, time.perf_counter() - started_s)
+class _Edge:
+    """Where a verb meets the wire: its errors become statuses, its time is counted."""
+
+    def __init__(self, context: Context, timings: Timings, verb: str) -> None:
+        self._context, self._timings, self._verb = context, timings, verb
+        self._started_s = time.perf_counter()
+
+    async def __aenter__(self) -> None:
+        return
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._timings.add(self._verb, time.perf_counter() - self._started_s)
+        if isinstance(error, Exception):
+            await _refuse(self._context, error)
 
 
 def _keys(data: bytes) -> KeyArray:
@@ -132,6 +136,9 @@ class StoreService(store_pb2_grpc.StoreServicer):
         self._identity = identity
         self._timings = timings
 
+    def _edge(self, context: Context, verb: str) -> _Edge:
+        return _Edge(context, self._timings, verb)
+
     def _known(self, request: Any) -> int:
         """The caller's client id, if it is a client of this incarnation."""
         if request.incarnation != self._identity.incarnation:
@@ -139,7 +146,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
         return self._store.client(request.client_id).client_id
 
     async def Hello(self, request: store_pb2.HelloRequest, context: Context) -> store_pb2.HelloReply:  # noqa: N802
-        async def work() -> store_pb2.HelloReply:
+        async with self._edge(context, "hello"):
             if request.protocol != PROTOCOL:
                 raise ValueError(
                     f"the client speaks protocol {request.protocol}, this daemon {PROTOCOL}: update the older"
@@ -161,12 +168,10 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 cluster_fingerprint=me.cluster_fingerprint,
             )
 
-        return await _answer(context, self._timings, "hello", work())
-
     async def OpenSpace(  # noqa: N802
         self, request: store_pb2.OpenSpaceRequest, context: Context
     ) -> store_pb2.OpenSpaceReply:
-        async def work() -> store_pb2.OpenSpaceReply:
+        async with self._edge(context, "open_space"):
             self._known(request)
             spec = SpaceSpec(
                 model=request.model,
@@ -180,10 +185,8 @@ class StoreService(store_pb2_grpc.StoreServicer):
             self._store.open_space(spec, _fingerprint(request.fingerprint))
             return store_pb2.OpenSpaceReply(fingerprint=spec.fingerprint)
 
-        return await _answer(context, self._timings, "open_space", work())
-
     async def Lookup(self, request: store_pb2.LookupRequest, context: Context) -> store_pb2.LookupReply:  # noqa: N802
-        async def work() -> store_pb2.LookupReply:
+        async with self._edge(context, "lookup"):
             client_id = self._known(request)
             found = self._store.lookup(
                 client_id, _fingerprint(request.fingerprint), _keys(request.keys), pin=request.pin
@@ -202,47 +205,42 @@ class StoreService(store_pb2_grpc.StoreServicer):
             ]
             return store_pb2.LookupReply(runs=runs, lease_id=found.lease_id, incarnation=self._identity.incarnation)
 
-        return await _answer(context, self._timings, "lookup", work())
-
     async def Renew(self, request: store_pb2.RenewRequest, context: Context) -> store_pb2.RenewReply:  # noqa: N802
-        async def work() -> store_pb2.RenewReply:
+        async with self._edge(context, "renew"):
             return store_pb2.RenewReply(alive=self._store.renew(self._known(request), request.lease_ids))
 
-        return await _answer(context, self._timings, "renew", work())
-
     async def Release(self, request: store_pb2.ReleaseRequest, context: Context) -> store_pb2.ReleaseReply:  # noqa: N802
-        async def work() -> store_pb2.ReleaseReply:
+        async with self._edge(context, "release"):
             self._store.release(self._known(request), request.lease_ids)
             return store_pb2.ReleaseReply()
-
-        return await _answer(context, self._timings, "release", work())
 
     async def BeginTurn(  # noqa: N802
         self, request: store_pb2.BeginTurnRequest, context: Context
     ) -> store_pb2.BeginTurnReply:
-        work = asyncio.ensure_future(self._begin(request))
-        try:
-            turn = await _answer(context, self._timings, "begin_turn", _awaited(work))
-        except asyncio.CancelledError:
-            work.add_done_callback(lambda done: self._give_back(request, done))
-            raise
-        if turn is None:
-            return store_pb2.BeginTurnReply(session=request.session, incarnation=self._identity.incarnation)
-        parts = [
-            store_pb2.Part(
-                segment=int(part.address),
-                first_block=part.plan.first_block,
-                blocks=part.plan.blocks,
-                segment_bytes=part.total_bytes,
-                file_id=part.file.file_id if part.file else 0,
-                file_offset=part.file_offset if part.file else 0,
-                reason=part.reason,
+        async with self._edge(context, "begin_turn"):
+            work = asyncio.ensure_future(self._begin(request))
+            try:
+                turn = await asyncio.shield(work)
+            except asyncio.CancelledError:
+                work.add_done_callback(lambda done: self._give_back(request, done))
+                raise
+            if turn is None:
+                return store_pb2.BeginTurnReply(session=request.session, incarnation=self._identity.incarnation)
+            parts = [
+                store_pb2.Part(
+                    segment=int(part.address),
+                    first_block=part.plan.first_block,
+                    blocks=part.plan.blocks,
+                    segment_bytes=part.total_bytes,
+                    file_id=part.file.file_id if part.file else 0,
+                    file_offset=part.file_offset if part.file else 0,
+                    reason=part.reason,
+                )
+                for part in turn.parts
+            ]
+            return store_pb2.BeginTurnReply(
+                turn_id=turn.turn_id, parts=parts, session=turn.session.name, incarnation=self._identity.incarnation
             )
-            for part in turn.parts
-        ]
-        return store_pb2.BeginTurnReply(
-            turn_id=turn.turn_id, parts=parts, session=turn.session.name, incarnation=self._identity.incarnation
-        )
 
     async def _begin(self, request: store_pb2.BeginTurnRequest) -> Turn | None:
         client_id = self._known(request)
@@ -275,37 +273,26 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def CommitTurn(  # noqa: N802
         self, request: store_pb2.CommitTurnRequest, context: Context
     ) -> store_pb2.CommitTurnReply:
-        async def work() -> store_pb2.CommitTurnReply:
+        async with self._edge(context, "commit_turn"):
             sums = [(part.algorithm, part.checksums) for part in request.parts]
-            client_id = self._known(request)
-            visible = await self._store.commit_turn(client_id, request.turn_id, request.shard, sums)
-            return store_pb2.CommitTurnReply(visible=visible)
-
-        return await _answer(context, self._timings, "commit_turn", work())
+            work = self._store.commit_turn(self._known(request), request.turn_id, request.shard, sums)
+            return store_pb2.CommitTurnReply(visible=await asyncio.shield(work))
 
     async def AbortTurn(  # noqa: N802
         self, request: store_pb2.AbortTurnRequest, context: Context
     ) -> store_pb2.AbortTurnReply:
-        async def work() -> store_pb2.AbortTurnReply:
-            client_id = self._known(request)
-            await self._store.abort_turn(client_id, request.turn_id, request.shard, request.failure)
+        async with self._edge(context, "abort_turn"):
+            work = self._store.abort_turn(self._known(request), request.turn_id, request.shard, request.failure)
+            await asyncio.shield(work)
             return store_pb2.AbortTurnReply()
-
-        return await _answer(context, self._timings, "abort_turn", work())
 
     async def ReportCorrupt(  # noqa: N802
         self, request: store_pb2.ReportCorruptRequest, context: Context
     ) -> store_pb2.ReportCorruptReply:
-        async def work() -> store_pb2.ReportCorruptReply:
+        async with self._edge(context, "report_corrupt"):
             self._known(request)
-            await self._store.report_corrupt(request.segments)
+            await asyncio.shield(self._store.report_corrupt(request.segments))
             return store_pb2.ReportCorruptReply()
-
-        return await _answer(context, self._timings, "report_corrupt", work())
-
-
-async def _awaited(future: asyncio.Future[T]) -> T:
-    return await asyncio.shield(future)
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -314,13 +301,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._timings = timings
 
     async def _json(self, context: Context, verb: str, view: Callable[[], Any]) -> admin_pb2.JsonReply:
-        async def work() -> admin_pb2.JsonReply:
+        async with _Edge(context, self._timings, verb):
             answer = view()
-            if isinstance(answer, Awaitable):
-                answer = await answer
+            if asyncio.iscoroutine(answer):
+                answer = await asyncio.shield(answer)
             return admin_pb2.JsonReply(json=json.dumps(answer))
-
-        return await _answer(context, self._timings, verb, work())
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.JsonReply:  # noqa: ARG002, N802
         return await self._json(context, "status", lambda: dataclasses.asdict(self._views.status()))
@@ -363,8 +348,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 done, total = step.result()
                 yield admin_pb2.CheckProgress(done=done, total=total)
             step.cancel()
-        report = await _answer(context, self._timings, "check", _awaited(check))
-        yield admin_pb2.CheckProgress(done=1, total=1, json=json.dumps(report))
+        async with _Edge(context, self._timings, "check"):
+            yield admin_pb2.CheckProgress(done=1, total=1, json=json.dumps(check.result()))
 
 
 class RpcServer:
