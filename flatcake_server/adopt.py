@@ -21,7 +21,7 @@ from flatcake_server.journal import JournalImage
 from flatcake_server.records import FileId, FileRecord, Generation, SegmentRecord, SessionNo, SessionRecord
 from flatcake_server.reserve import SHARED_PREFIX
 from flatcake_transport.address import Address, Medium
-from flatcake_transport.errors import FlatCakeError
+from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.layout import align_up
 
 log = logging.getLogger(__name__)
@@ -92,15 +92,28 @@ def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: 
         disk.journal.drop(None, plan.lost_files, plan.lost_segments)
         for session_no in plan.lost_sessions:
             disk.journal.drop(session_no, [], [])
-    moved = _take_range(plan, ssd_range)
-    for file in {file.file_id: file for file in (*plan.cut, *moved)}.values():
+    _cut(disk, plan, on_disk)
+    for file in _take_range(plan, ssd_range):
         disk.journal.put_file(file)
-        disk.files.truncate(file.file_id, file.size_bytes)
     _delete_orphans(disk, plan, on_disk, ssd_range)
     sessions = [_session(record, plan, image, disk.pool, node_id) for record in plan.sessions]
     disk.files_bytes = sum(session.file_bytes for session in sessions)
     disk.files_count = sum(len(session.files) for session in sessions)
     return sessions
+
+
+def _cut(disk: Disk, plan: Adoption, on_disk: Mapping[FileId, int]) -> None:
+    """Cut files to what is committed in them. One that cannot be cut keeps its length, which counts as reserved."""
+    for file in plan.cut:
+        disk.journal.put_file(file)
+        try:
+            disk.files.truncate(file.file_id, file.size_bytes)
+        except Unavailable as error:
+            log.warning("session file %x on %s keeps its unused tail: %s", file.file_id, disk.path, error)
+            whole = replace(file, size_bytes=on_disk[file.file_id])
+            disk.journal.put_file(whole)
+            files = plan.files[file.session_no]
+            files[files.index(file)] = whole
 
 
 def _take_range(plan: Adoption, ssd_range: ExtentAllocator) -> list[FileRecord]:

@@ -35,6 +35,7 @@ from flatcake_server.placement import Policy
 from flatcake_server.reserve import Numbers, Reserver
 from flatcake_server.retire import Retirement
 from flatcake_server.rpc import AdminService, Identity, RpcServer, StoreService, Timings, Views
+from flatcake_server.session import PathInUse
 from flatcake_server.sizing import SizingPolicy
 from flatcake_server.store import Bounds, Store
 from flatcake_server.units import Listen, parse_listen
@@ -194,12 +195,22 @@ class Node:
     def _adopt(self) -> None:
         sessions: list[Session] = []
         for disk in self.disks.values():
-            disk.open()
-            image = disk.journal.load()
+            try:
+                disk.open()
+                image = disk.journal.load()
+                sessions += adopt(disk, image, self.ssd_range, self.config.node_id)
+            except PathInUse:
+                raise
+            except FlatCakeError as error:
+                if len(self.disks) == 1:
+                    raise
+                # One of several: a dead disk costs its own sessions only.
+                disk.failure = str(error)
+                log.error("SSD path %s is out of service: %s", disk.path, error)  # noqa: TRY400
+                continue
             self.numbers.session_no = max(self.numbers.session_no, image.next_session_no)
             self.numbers.file_id = max(self.numbers.file_id, image.next_file_id)
             self.numbers.generation = max(self.numbers.generation, image.next_generation)
-            sessions += adopt(disk, image, self.ssd_range, self.config.node_id)
         self.catalog.load(sorted(sessions, key=lambda session: session.last_used_s))
 
     async def _fit_quota(self, disk: Disk) -> None:
