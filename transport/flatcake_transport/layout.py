@@ -64,6 +64,10 @@ class SegmentLayout:
         """Offset from the segment's base of one block's bytes in one plane."""
         return int(self.plane_offset[plane]) + block * int(self.plane_bytes[plane])
 
+    def granule_bytes(self, plane: int) -> int:
+        """Bytes one checksum covers in a plane; the last granule of a segment may be shorter."""
+        return int(self.granule_blocks[plane]) * int(self.plane_bytes[plane])
+
     def granules_of(self, plane: int, first_block: int, blocks: int) -> range:
         """Checksum indices that cover `blocks` blocks from `first_block` of a plane; the first and last may reach beyond."""
         start, size = int(self.granule_first[plane]), int(self.granule_blocks[plane])

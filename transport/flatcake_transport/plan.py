@@ -167,6 +167,7 @@ class Check:
     blocks: int
     first_granule: int  # index among all checksums of the segment (layout.granule_first)
     granules: int
+    granule_bytes: int  # the last of a segment may be shorter
     offset: int
     size_bytes: int
 
@@ -189,8 +190,8 @@ class Step:
 def window_half_bytes_min(layout: SegmentLayout, *, whole_granules: bool) -> int:
     """The smallest half with which any restore or write of this space can be planned: one unit and its alignment."""
     blocks = layout.granule_blocks if whole_granules else 1
-    unit_bytes = int((layout.plane_bytes * blocks).max())
-    return max(align_up(unit_bytes) + ALIGN_BYTES, *(_write_half_bytes_min(int(n)) for n in set(layout.plane_bytes)))
+    read_bytes = align_up(int((layout.plane_bytes * blocks).max())) + ALIGN_BYTES
+    return max(read_bytes, *(_write_half_bytes_min(layout, plane) for plane in range(layout.planes)))
 
 
 def plan_restore(
@@ -329,6 +330,7 @@ def _check(run: FileRun, want: _Want, offset: int) -> Check:
         blocks=want.end - want.first,
         first_granule=granules.start,
         granules=len(granules),
+        granule_bytes=run.layout.granule_bytes(want.plane),
         offset=offset,
         size_bytes=(want.end - want.first) * int(run.layout.plane_bytes[want.plane]),
     )
@@ -341,6 +343,9 @@ class WriteStep:
     Gather blocks `first_block .. first_block + blocks` to `gather_offset` of the half, zero `zero_bytes` after them (the
     plane's padding), then write `size_bytes` from `source_offset` of the half to `offset` from the segment's base. A block
     that crosses the border of two steps is gathered in both. Offsets and size of the write are multiples of 4 KiB.
+
+    The checksums `first_granule .. + granules` of the segment are those of `checked_bytes` from `checked_offset` of the
+    half, in granules of `granule_bytes`: each granule of the plane is whole in exactly one step.
     """
 
     first_block: int
@@ -350,6 +355,11 @@ class WriteStep:
     source_offset: int
     offset: int
     size_bytes: int
+    first_granule: int
+    granules: int
+    granule_bytes: int
+    checked_offset: int
+    checked_bytes: int
 
 
 def plan_writes(layout: SegmentLayout, plane: int, *, window_half_bytes: int) -> list[WriteStep]:
@@ -357,17 +367,20 @@ def plan_writes(layout: SegmentLayout, plane: int, *, window_half_bytes: int) ->
 
     Raises: ValueError: the half is not a multiple of 4 KiB, or below `window_half_bytes_min`.
     """
-    plane_bytes, start = int(layout.plane_bytes[plane]), int(layout.plane_offset[plane])
-    if window_half_bytes % ALIGN_BYTES or window_half_bytes < _write_half_bytes_min(plane_bytes):
+    if window_half_bytes % ALIGN_BYTES or window_half_bytes < _write_half_bytes_min(layout, plane):
         raise ValueError(f"window_half_bytes is {window_half_bytes}: too small or not a multiple of {ALIGN_BYTES}")
+    plane_bytes, start = int(layout.plane_bytes[plane]), int(layout.plane_offset[plane])
+    granule_blocks = int(layout.granule_blocks[plane])
     range_bytes = align_up(layout.blocks * plane_bytes)
     steps = []
-    begin = 0
+    begin = whole = 0  # the range's bytes written, and its blocks checked, by the steps so far
     while begin < range_bytes:
         first, lead = divmod(begin, plane_bytes)
         gather_offset = -lead % ALIGN_BYTES
-        last = min(layout.blocks, first + (window_half_bytes - gather_offset) // plane_bytes)
+        last = first + (window_half_bytes - gather_offset) // plane_bytes
+        last = layout.blocks if last >= layout.blocks else last // granule_blocks * granule_blocks
         end = range_bytes if last == layout.blocks else last * plane_bytes // ALIGN_BYTES * ALIGN_BYTES
+        granules = layout.granules_of(plane, whole, last - whole)
         steps.append(
             WriteStep(
                 first_block=first,
@@ -377,12 +390,18 @@ def plan_writes(layout: SegmentLayout, plane: int, *, window_half_bytes: int) ->
                 source_offset=gather_offset + lead,
                 offset=start + begin,
                 size_bytes=end - begin,
+                first_granule=granules.start,
+                granules=len(granules),
+                granule_bytes=layout.granule_bytes(plane),
+                checked_offset=gather_offset + (whole - first) * plane_bytes,
+                checked_bytes=(last - whole) * plane_bytes,
             )
         )
-        begin = end
+        begin, whole = end, last
     return steps
 
 
-def _write_half_bytes_min(plane_bytes: int) -> int:
-    """One block where blocks are whole pages; else two, for a step may begin inside a block, and a page to align it."""
-    return plane_bytes if plane_bytes % ALIGN_BYTES == 0 else align_up(2 * plane_bytes) + ALIGN_BYTES
+def _write_half_bytes_min(layout: SegmentLayout, plane: int) -> int:
+    """One granule; where blocks are not whole pages, the block before it that the last step began, and a page to align it."""
+    plane_bytes, granule_bytes = int(layout.plane_bytes[plane]), layout.granule_bytes(plane)
+    return granule_bytes if plane_bytes % ALIGN_BYTES == 0 else align_up(granule_bytes + plane_bytes) + ALIGN_BYTES
