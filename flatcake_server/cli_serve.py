@@ -7,17 +7,20 @@ and lists are read by the model, the same way from every source.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic import BeforeValidator
 
-from flatcake_server.config import NodeConfig, check_ssd_paths, find_config, load_config, to_text
+from flatcake_server.config import NodeConfig, check_ssd_paths, find_config, load_config
+from flatcake_server.units import format_duration, format_size, parse_duration, parse_size
 
 _TEXT_COLUMNS = 100
 _HEADER = """\
@@ -29,23 +32,46 @@ _HEADER = """\
 """
 
 
+def _reader(name: str) -> object:
+    """What reads the option's text in the model: its sort."""
+    return next(
+        (item.func for item in NodeConfig.model_fields[name].metadata if isinstance(item, BeforeValidator)), None
+    )
+
+
+def to_text(name: str, value: object) -> str:
+    """A value as TOML, and as people would write it: sizes and durations with units."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if _reader(name) is parse_size:
+        return json.dumps(format_size(int(str(value))))
+    if _reader(name) is parse_duration:
+        return json.dumps(format_duration(float(str(value))))
+    if isinstance(value, tuple):
+        return json.dumps([str(item) for item in value])
+    return json.dumps(value if isinstance(value, int | float) else str(value))
+
+
+def _plain(name: str, value: object) -> str:
+    """As a flag takes it."""
+    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else to_text(name, value).strip('"') or '""'
+
+
 def _metavar(name: str) -> str:
-    default = NodeConfig.model_fields[name].get_default()
-    text = to_text(name, default) if default is not None else ""
-    if name.endswith("_bytes"):
-        return "SIZE"
+    field = NodeConfig.model_fields[name]
+    if get_origin(field.annotation) is Literal:
+        return "|".join(get_args(field.annotation))
     if name in {"socket", "ssd_paths"}:
         return "PATH"
-    if isinstance(default, bool):
+    if isinstance(field.default, bool):
         return "true|false"
-    if text.startswith('"') and text[1:2].isdigit() and isinstance(default, float):
-        return "DURATION"
-    return "NUMBER" if isinstance(default, int | float) else "TEXT"
+    sort = {parse_size: "SIZE", parse_duration: "DURATION"}.get(_reader(name))  # type: ignore[call-overload]
+    return sort or ("NUMBER" if isinstance(field.default, int | float) else "TEXT")
 
 
 def _flag(name: str) -> inspect.Parameter:
     field = NodeConfig.model_fields[name]
-    default = "" if field.default_factory else f"  [default: {to_text(name, field.default)}]"
+    default = "" if field.default_factory else f"  [default: {_plain(name, field.default)}]"
     several = name in {"ssd_paths", "peers"}
     option = typer.Option(
         f"--{name.replace('_', '-')}",

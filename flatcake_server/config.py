@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from flatcake_server.units import format_duration, format_size, parse_duration, parse_listen, parse_size
+from flatcake_server.units import format_size, parse_duration, parse_listen, parse_size
 from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
 from flatcake_transport.layout import ALIGN_BYTES, GRANULE_BYTES_MIN
 
@@ -385,17 +385,3 @@ def _one_line(error: ValidationError) -> str:
         shown = f" (given: {given!r})" if where and detail["type"] != "value_error" else ""
         lines.append(f"{where}: {message}{shown}" if where else message)
     return "; ".join(lines).replace("\n", " ")
-
-
-def to_text(name: str, value: object) -> str:
-    """A value as TOML, and as people would write it: sizes and durations with units."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    kind = NodeConfig.model_fields[name].metadata
-    if any(getattr(item, "func", None) is parse_size for item in kind):
-        return json.dumps(format_size(int(str(value))))
-    if any(getattr(item, "func", None) is parse_duration for item in kind):
-        return json.dumps(format_duration(float(str(value))))
-    if isinstance(value, tuple):
-        return json.dumps([str(item) for item in value])
-    return json.dumps(value if isinstance(value, int | float) else str(value))

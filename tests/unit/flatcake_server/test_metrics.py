@@ -6,19 +6,19 @@ import re
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from some_stats import some_stats
 
 from flatcake_server.metrics import exposition
-from some_stats import some_stats
 
 ROOT = Path(__file__).parents[3]
 
 
-def samples(stats) -> dict[tuple[str, tuple[str, ...]], float]:
+def samples(stats) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     text = exposition(lambda: stats).decode()
     families = list(text_string_to_metric_families(text))
     assert len(families) == len({family.name for family in families})
     assert all(family.documentation for family in families)
-    return {(s.name, tuple(s.labels.values())): s.value for family in families for s in family.samples}
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 
 def numbers(document: object) -> list[float]:
@@ -39,21 +39,24 @@ def test_every_number_of_the_stats_is_scraped_once():
 def test_a_scrape_reads_the_stats_of_its_moment():
     stats = some_stats()
     found = samples(stats)
-    assert found["flatcake_lookups_total", ()] == stats.counters.lookups_total
-    assert found["flatcake_hit_bytes_total", ("ssd",)] == stats.counters.hit_bytes_total["ssd"]
+
+    def sample(name, **labels):
+        return found["flatcake_" + name, frozenset(labels.items())]
+
+    counters, disk = stats.counters, "/mnt/a/b"
+    assert sample("lookups_total") == counters.lookups_total
+    assert sample("hit_bytes_total", medium="ssd") == counters.hit_bytes_total["ssd"]
     assert (
-        found["flatcake_stored_blocks_total", ("ssd", "first-turn")]
-        == stats.counters.stored_blocks_total["ssd/first-turn"]
+        sample("stored_blocks_total", medium="ssd", reason="first-turn")
+        == counters.stored_blocks_total["ssd/first-turn"]
     )
-    assert (
-        found["flatcake_sessions_reclaimed_total", ("/mnt/a/b",)] == stats.counters.sessions_reclaimed_total["/mnt/a/b"]
-    )
-    assert found["flatcake_pool_free_bytes", ("/mnt/a/b", "ssd")] == stats.pools[1].free_bytes
-    assert found["flatcake_pool_failed", ("memory", "memory")] == 0
-    assert found["flatcake_pool_failed", ("/mnt/a/b", "ssd")] == 1
-    assert found["flatcake_rpc_seconds_sum", ("lookup",)] == 2.5
-    assert found["flatcake_build_info", ("0.1.0", "ab" * 16, str(stats.node_id))] == 1
-    assert samples(dataclasses.replace(stats, leases=7))["flatcake_leases", ()] == 7
+    assert sample("sessions_reclaimed_total", pool=disk) == counters.sessions_reclaimed_total[disk]
+    assert sample("pool_free_bytes", pool=disk, medium="ssd") == stats.pools[1].free_bytes
+    assert sample("pool_failed", pool="memory", medium="memory") == 0
+    assert sample("pool_failed", pool=disk, medium="ssd") == 1
+    assert sample("rpc_seconds_sum", verb="lookup") == 2.5
+    assert sample("build_info", version="0.1.0", incarnation="ab" * 16, node_id=str(stats.node_id)) == 1
+    assert samples(dataclasses.replace(stats, leases=7))["flatcake_leases", frozenset()] == 7
 
 
 def test_names_are_a_noun_and_a_unit_and_labels_are_the_four():
