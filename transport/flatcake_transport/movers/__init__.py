@@ -13,15 +13,22 @@ from __future__ import annotations
 
 from flatcake_transport.address import Medium
 from flatcake_transport.mover import Mover
+from flatcake_transport.movers.gds import GdsMover, gds_available
 from flatcake_transport.movers.memory import MemoryMover
 from flatcake_transport.movers.posix import PosixMover
 
 
-def mover_for(medium: Medium, device: str = "cpu") -> Mover:
-    """Make the mover that brings bytes of a local medium to a window of `device` ("cpu", or e.g. "cuda:0").
+def mover_for(medium: Medium, device: str = "cpu", *, fd: int | None = None) -> Mover:
+    """Make the mover that brings bytes of a local medium to a window for `device` ("cpu", or e.g. "cuda:0").
 
-    The caller owns and closes it. What was chosen, and what it really does, is in its `stats().path`.
+    Args:
+        fd: a session file of this client: GDS is chosen only where kvikio will be able to open it too.
+
+    The caller owns and closes it. A `GdsMover` needs a window on the device, the others one in host memory; what a mover
+    really does is in its `stats().path`.
     """
     if medium is Medium.MEMORY:
         return MemoryMover()
+    if device.startswith("cuda") and gds_available(fd) is None:
+        return GdsMover()
     return PosixMover()
