@@ -36,8 +36,7 @@ Endpoint = Annotated[
     typer.Option(
         "--endpoint",
         "--socket",
-        envvar="FLATCAKE_ENDPOINT",
-        help="The daemon: unix:///path, /path or host:port.  [default: the configured socket]",
+        help="The daemon: unix:///path, /path or host:port.  [default: $FLATCAKE_ENDPOINT, or the configured socket]",
         show_default=False,
     ),
 ]
@@ -58,9 +57,9 @@ def print_error(message: object) -> None:
 
 def endpoint_or_default(endpoint: str | None, environ: Mapping[str, str] | None = None) -> str:
     """Where the daemon is when nobody says: the socket of the configuration, else the first default that is there."""
-    if endpoint:
-        return endpoint
     environ = os.environ if environ is None else environ
+    if told := endpoint or environ.get("FLATCAKE_ENDPOINT"):
+        return told
     config = load_config(find_config(None, environ), environ)
     if "socket" in config.model_fields_set:
         return str(config.socket)

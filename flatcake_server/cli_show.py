@@ -80,9 +80,11 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @sessions_app.callback()
-def sessions(context: typer.Context) -> None:
+def sessions(context: typer.Context, endpoint: Endpoint = None, json: Json = False) -> None:
     if context.invoked_subcommand is None:
-        list_sessions()
+        list_sessions(endpoint=endpoint, json=json)
+    elif endpoint or json:
+        raise typer.BadParameter(f"options go after the command: flatcake sessions {context.invoked_subcommand} --json")
 
 
 @sessions_app.command("list")
