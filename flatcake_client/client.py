@@ -1,0 +1,344 @@
+"""The client of one daemon, embedded in an engine.
+
+It greets the daemon when it is first needed, and again when another one answers; until then lookups are misses and turns are
+refused, at once or within the caller's deadline. The engine sees nothing else of a daemon's death: descriptors and arena it
+holds stay valid, a read under a dead daemon's lease is an error by itself.
+
+Threads: the client's own state is under one lock, held over a Hello only by the thread that says it; what it hands out is
+thread-safe by itself. After a fork the child has nothing: connections are closed there and every call raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatcake_client.connection import Connection
+from flatcake_client.linger import Linger
+from flatcake_client.rpc import Rpc, Stale, Unknown
+from flatcake_client.space import Hit, Space
+from flatcake_client.tools import STAGING_BYTES, WINDOW_HALF_BYTES, Tools
+from flatcake_client.writer import Turn
+from flatcake_transport.errors import FlatCakeError, Unavailable
+from flatcake_transport.mover import MoverStats
+from flatcake_transport.space import SpaceSpec
+from flatcake_transport.window import StagingStats
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S: Final = 2.0  # a lookup takes a millisecond; an engine that waits longer had better recompute
+TRANSFER_TIMEOUT_S: Final = 60.0  # 100 GB from one good SSD
+GREET_PAUSE_S: Final = 1.0  # between two Hellos after one that led nowhere
+SYSTEM_SOCKET: Final = "/run/flatcake/flatcake.sock"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStats:
+    """Counts since `connect`; `turns_begun` are those stored, committed, failed, aborted or still open."""
+
+    connected: bool
+    incarnation: str
+    greetings: int  # daemons greeted; more than one: it was restarted
+    lookups: int
+    lookups_failed: int  # the daemon could not be asked: misses
+    lookup_blocks: int
+    hit_blocks: int
+    restores: int
+    read_commands: int
+    bytes_read: int  # from files, with alignment and gaps
+    corrupt_segments: int
+    turns_begun: int
+    turns_refused: int
+    turns_stored: int  # everything was stored already
+    turns_committed: int
+    turns_failed: int
+    turns_aborted: int
+    movers: dict[str, MoverStats]
+    staging: dict[str, StagingStats]
+
+
+class Counts:
+    """Named counters. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Counter[str] = Counter()
+
+    def add(self, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._values[name] += count
+
+    def __getitem__(self, name: str) -> int:
+        return self._values[name]
+
+
+class Client:
+    """A connection to the daemon of this node. Thread-safe; a context manager that closes itself. Made by `connect`."""
+
+    def __init__(self, endpoint: str, name: str, timeout_s: float, transfer_timeout_s: float, tools: Tools) -> None:
+        """Raises: ValueError: no endpoint."""
+        self._pid = os.getpid()
+        self._name = name
+        self._endpoint = endpoint
+        self._rpc = Rpc(endpoint)
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._greet_after_s = 0.0
+        self._reachable = True  # whether the last log line said so
+        self._closed = False
+        self.timeout_s = timeout_s
+        self.transfer_timeout_s = transfer_timeout_s
+        self.tools = tools
+        self.linger = Linger()
+        self.counts = Counts()
+        self.turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+        self.hits: weakref.WeakSet[Hit] = weakref.WeakSet()
+        _clients.add(self)
+
+    def open_space(
+        self,
+        model: str,
+        dtype: str,
+        block_tokens: int,
+        plane_bytes: Sequence[int],
+        shards: int = 1,
+        shard: int = 0,
+        weights: str = "",
+        layout: str = "",
+    ) -> Space:
+        """One model in one layout. Works without a daemon: the space is opened there when it is first asked.
+
+        Args:
+            model, dtype, weights, layout: names; any difference is another space, whose blocks are never hits here.
+            block_tokens: tokens a block.
+            plane_bytes: bytes a block has in each layer of one shard.
+            shards: tensor-parallel ranks that write the same blocks.
+            shard: the caller's rank.
+
+        Raises:
+            ValueError: sizes make no sense, a plane does not fit the staging, or the daemon refuses the space.
+        """
+        self.guard()
+        spec = SpaceSpec(
+            model, dtype, int(block_tokens), tuple(int(n) for n in plane_bytes), int(shards), weights, layout
+        )
+        self.tools.fit(spec)
+        space = Space(self, spec, shard)
+        try:
+            self.ask(spec, None, lambda connection, timeout_s: connection.ensure_space(spec, timeout_s))
+        except FlatCakeError as error:
+            log.info("space %s is not open on the daemon yet: %s", model, error)
+        return space
+
+    def stats(self) -> ClientStats:
+        movers, staging = self.tools.stats()
+        connection = self._connection
+        connected = connection is not None and not connection.lost()
+        counts = {name: self.counts[name] for name in ClientStats.__slots__ if name not in _STATE}
+        return ClientStats(
+            connected=connected,
+            incarnation=connection.welcome.incarnation.hex() if connection else "",
+            movers=movers,
+            staging=staging,
+            **counts,
+        )
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Give everything back: turns are aborted, hits released; what is asked later is Unavailable, or a miss.
+
+        Waits for reads and writes under way, at most `timeout_s`: while a write does not land, the connection stays open, so
+        that its space is given to nobody. Twice is fine. In a forked child it does nothing.
+        """
+        if self.forked():
+            return
+        for turn in list(self.turns):
+            turn.abort()
+        for hit in list(self.hits):
+            hit.release()
+        with self._lock:
+            already, self._closed = self._closed, True
+            connection, self._connection = self._connection, None
+        if already:
+            return
+        settled = self.linger.settle(timeout_s)
+        if connection is not None and settled:
+            connection.retire()
+        self._rpc.close()
+        if settled:
+            self.tools.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # For spaces, hits and turns.
+
+    def guard(self) -> None:
+        """Raises: RuntimeError: in a forked child."""
+        if self.forked():
+            raise RuntimeError(
+                "this FlatCake client belongs to the process that made it, and this is a fork of that: call "
+                "flatcake_client.connect() in the child"
+            )
+
+    def forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def ask(self, spec: SpaceSpec, timeout_s: float | None, verb: Callable[[Connection, float], T]) -> T:
+        """Ask the daemon something about a space; greet it and open the space first if need be.
+
+        Raises: Unavailable, Overloaded: no answer within the timeout, or a refusal. ValueError: the daemon says so.
+        """
+        deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        self.linger.sweep()
+        for _ in range(2):  # once more if the daemon turns out to be another one
+            connection = self._greeted(deadline_s)
+            try:
+                connection.ensure_space(spec, deadline_s - time.monotonic())
+                return verb(connection, deadline_s - time.monotonic())
+            except Stale:
+                self._leave(connection)
+            except Unknown:
+                connection.forget_space(spec)
+            except Unavailable as error:
+                self._say_unreachable(error)
+                raise
+        raise Unavailable("the daemon was restarted while it was asked")
+
+    def arena(self, connection: Connection, timeout_s: float) -> NDArray[np.uint8]:
+        """A connection's arena, registered with the movers at the first call."""
+        fresh = connection.handover.arena_unmapped
+        arena = connection.arena(timeout_s)
+        if fresh:
+            self.tools.register(arena)
+        return arena
+
+    def _greeted(self, deadline_s: float) -> Connection:
+        connection = self._connection
+        if connection is not None and not connection.lost():
+            return connection
+        if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise Unavailable("the daemon is being greeted by another thread")
+        try:
+            if self._closed:
+                raise Unavailable("the client is closed")
+            connection = self._connection
+            if connection is not None and not connection.lost():
+                return connection
+            self._connection = None
+            if connection is not None:
+                connection.retire()
+            if time.monotonic() < self._greet_after_s:
+                raise Unavailable("the daemon could not be greeted lately")
+            self._connection = self._greet(deadline_s)
+            return self._connection
+        finally:
+            self._lock.release()
+
+    def _greet(self, deadline_s: float) -> Connection:
+        try:
+            welcome = self._rpc.hello(self._name, deadline_s - time.monotonic())
+            try:
+                connection = Connection(self._rpc, welcome, deadline_s - time.monotonic())
+            except Unavailable:
+                # The daemon now knows a client that will not come: do not make it many of them.
+                self._greet_after_s = time.monotonic() + GREET_PAUSE_S
+                raise
+        except ValueError as error:  # another protocol: nothing an engine could do about
+            self._say_unreachable(error)
+            raise Unavailable(f"the daemon at {self._endpoint} refuses this client: {error}") from error
+        except FlatCakeError as error:
+            self._say_unreachable(error)
+            raise
+        self._open.add(connection)
+        self.counts.add("greetings")
+        self._reachable = True
+        log.info("connected to FlatCake %s at %s", welcome.version, self._endpoint)
+        return connection
+
+    def _leave(self, connection: Connection) -> None:
+        with self._lock:
+            if self._connection is connection:
+                self._connection = None
+        connection.retire()
+
+    def _say_unreachable(self, error: Exception) -> None:
+        """One log line when it begins, not one a request."""
+        if self._reachable:
+            self._reachable = False
+            log.warning("FlatCake at %s is out of reach, blocks are recomputed meanwhile: %s", self._endpoint, error)
+
+    def forget(self) -> None:
+        """In a forked child: let go of what belongs to the parent, without a word to the daemon."""
+        for connection in list(self._open):
+            connection.forget()
+
+
+_STATE: Final = frozenset(("connected", "incarnation", "movers", "staging"))
+_clients: Final[weakref.WeakSet[Client]] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for client in list(_clients):
+        client.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def default_endpoint() -> str:
+    """`FLATCAKE_ENDPOINT`; else the system's socket, or the user's where only that one is there."""
+    named = os.environ.get("FLATCAKE_ENDPOINT")
+    if named:
+        return named
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and not Path(SYSTEM_SOCKET).exists():
+        return f"unix://{runtime}/flatcake/flatcake.sock"
+    return f"unix://{SYSTEM_SOCKET}"
+
+
+def connect(
+    endpoint: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+    name: str | None = None,
+    *,
+    transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
+    window_half_bytes: int = WINDOW_HALF_BYTES,
+    staging_bytes: int = STAGING_BYTES,
+) -> Client:
+    """A client of the daemon on this node. Returns at once, whether the daemon is there or not: until it is, all is a miss.
+
+    Args:
+        endpoint: `unix:///path` or `host:port`. Default: `FLATCAKE_ENDPOINT`, else the default socket.
+        timeout_s: of lookups and other questions, where a call gives no other.
+        name: how operators see this client. Default: the program's name and process id.
+        transfer_timeout_s: of restores, and of each call that writes, where a call gives no other.
+        window_half_bytes: reads are issued this much at a time, two at once.
+        staging_bytes: bound on host memory for reads and writes of files; made when needed.
+
+    Raises:
+        ValueError: an endpoint that names nothing, sizes that hold no window.
+    """
+    program = Path(sys.argv[0] if sys.argv else "").name or "python"
+    tools = Tools(window_half_bytes, staging_bytes)
+    return Client(
+        endpoint or default_endpoint(), name or f"{program}[{os.getpid()}]", timeout_s, transfer_timeout_s, tools
+    )

@@ -1,0 +1,267 @@
+"""Bytes from session files into an engine's slots. See `restore.py` for what both paths keep to.
+
+    file --read ahead--> window half --check--> slots        one half is scattered while the other fills
+
+A half is trusted when the lease was alive after its reads landed, and, where checksums are asked for, when its granules agree:
+from then on it is ours, whatever happens to the file. When the reads of a half fail, each of them is tried alone: the
+failure cuts at the first block of those that fail again, and what lies before is read on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from flatcake_client.lease import Lease
+from flatcake_client.progress import Progress
+from flatcake_client.target import PlacedRun, Target
+from flatcake_client.verify import Verifier
+from flatcake_transport.errors import Corrupt, FlatCakeError, Overloaded, Unavailable
+from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, MoverStats, Region, Transfer
+from flatcake_transport.plan import FileRun, Piece, Step, plan_restore
+from flatcake_transport.window import OpenFile, ReadStream, StagingPool, Window, aligned_buffer
+
+RETRIES_MAX: Final = 2  # of reads that fail together and succeed one by one
+
+
+class _Watched:
+    """A mover that remembers what it has under way, so that descriptors are closed after the last read of them."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._transfers: list[Transfer] = []
+
+    def register(self, region: Region) -> None:
+        self._mover.register(region)
+
+    def submit(self, moves: Sequence[Move]) -> Transfer:
+        transfer = self._mover.submit(moves)
+        self._transfers = [*self.moving(), transfer]
+        return transfer
+
+    def moving(self) -> list[Transfer]:
+        return [transfer for transfer in self._transfers if not transfer.done()]
+
+    def stats(self) -> MoverStats:
+        return self._mover.stats()
+
+    def close(self) -> None:
+        """The mover is not ours."""
+
+
+class FilePath:
+    """Reads from session files. `layers_done`: layers of which every wanted block is in place."""
+
+    def __init__(
+        self,
+        runs: Sequence[PlacedRun],
+        target: Target,
+        progress: Progress,
+        lease: Lease,
+        mover: Mover,
+        memory: Mover,
+        staging: StagingPool,
+        files: Callable[[float], Mapping[int, OpenFile]],
+        verifier: Verifier | None,
+        *,
+        gap_bytes_max: int,
+    ) -> None:
+        self._runs = list(runs)
+        self._target = target
+        self._progress = progress
+        self._lease = lease
+        self._mover = _Watched(mover)
+        self._memory = memory
+        self._staging = staging
+        self._files_of = files
+        self._files: Mapping[int, OpenFile] = {}
+        self._verifier = verifier
+        self._gap_bytes_max = gap_bytes_max
+        self._stream: ReadStream | None = None
+        self._planned: deque[Step] = deque()
+        self._base = 0  # layer that the stream's layer 0 is
+        self._retries = 0
+        self._reads = self._bytes_read = 0
+        self.layers_done = 0 if runs else progress.layers
+
+    @property
+    def reads(self) -> int:
+        return self._reads + (self._stream.reads if self._stream else 0)
+
+    @property
+    def bytes_read(self) -> int:
+        return self._bytes_read + (self._stream.bytes_read if self._stream else 0)
+
+    def moving(self) -> list[Transfer]:
+        """Reads that have not come to rest."""
+        return self._mover.moving()
+
+    def ahead(self, timeout_s: float) -> None:
+        """Have both halves filling, if staging is free at once."""
+        if self._stream is None and self.layers_done < self._progress.layers:
+            self._open(timeout_s, staging_timeout_s=0.0)
+
+    def step(self, timeout_s: float) -> None:
+        """Bring what one half holds; returns empty-handed after `timeout_s`."""
+        if self._stream is None and not self._open(timeout_s, staging_timeout_s=timeout_s):
+            return
+        assert self._stream is not None
+        try:
+            landed = self._stream.advance(timeout_s)
+        except TimeoutError:
+            return
+        except Unavailable as error:
+            self._blame(error, timeout_s)
+            return
+        if landed is None:
+            self.layers_done = self._progress.layers
+        else:
+            self._planned.popleft()
+            self._scatter(*landed)
+        if self.layers_done == self._progress.layers:
+            self.close()
+
+    def close(self) -> None:
+        """Give the window back; reads under way land in it first, by themselves."""
+        if self._stream is not None:
+            self._reads, self._bytes_read = self.reads, self.bytes_read
+            stream, self._stream = self._stream, None
+            stream.close()
+        self._planned.clear()
+
+    def _open(self, timeout_s: float, staging_timeout_s: float) -> bool:
+        """Plan what is still wanted and start reading it. False: not now, or nothing is left to read."""
+        self._runs = [run for run in self._runs if self._progress.wanted(run.position, 1)]
+        if not self._files and self._runs:
+            try:
+                self._files = self._files_of(timeout_s)
+            except Unavailable as error:
+                self._progress.cut(self._runs[0].position, error)
+        for placed in self._runs:
+            if placed.run.file_id not in self._files or placed.footer_bytes < 0:
+                self._progress.cut(placed.position, Unavailable(f"no descriptor of the file of {placed.run.segment}"))
+        self._runs = [run for run in self._runs if self._progress.wanted(run.position, 1)]
+        if not self._runs:
+            self.layers_done = self._progress.layers
+            return False
+        try:
+            window = self._staging.open_window(staging_timeout_s)
+        except Overloaded:
+            return False
+        if self._verifier is not None and not self._learn(self._verifier, window, timeout_s):
+            window.close(self.moving())
+            return False
+        self._stream = self._streaming(window)
+        return True
+
+    def _streaming(self, window: Window) -> ReadStream:
+        wanted = [
+            FileRun(
+                placed.run.file_id,
+                placed.run.file_offset,
+                placed.layout,
+                placed.first_block,
+                self._progress.wanted(placed.position, placed.blocks),
+                placed.position,
+            )
+            for placed in self._runs
+        ]
+        self._base = self.layers_done
+        steps = plan_restore(
+            wanted,
+            self._target.planes[self._base :],
+            window_half_bytes=window.half_bytes,
+            gap_bytes_max=self._gap_bytes_max,
+            whole_granules=self._verifier is not None,
+        )
+        return ReadStream(self._remembered(steps), self._files, self._mover, window)
+
+    def _remembered(self, steps: Iterator[Step]) -> Iterator[Step]:
+        for step in steps:
+            self._planned.append(step)
+            yield step
+
+    def _scatter(self, step: Step, half: Any) -> None:
+        """Check a half that has landed, and copy it into the slots."""
+        try:
+            self._lease.check()
+            self._check(step, half)
+            pieces = [(piece, self._progress.wanted(piece.position, piece.blocks)) for piece in step.pieces]
+            if not self._progress.over:
+                self._memory.submit([self._move(half, *piece) for piece in pieces if piece[1]]).wait()
+                for piece, blocks in pieces:
+                    self._progress.put(self._base + piece.layer, piece.position, blocks)
+        except Unavailable as error:
+            self._progress.stop(error)
+            return
+        self.layers_done = self._base + step.layers_done
+
+    def _check(self, step: Step, half: Any) -> None:
+        if self._verifier is None:
+            return
+        for check in step.checks:
+            placed = self._runs[check.run]
+            data = half[check.offset : check.offset + check.size_bytes]
+            bad = self._verifier.first_bad(placed, check.plane, check.first_block, check.blocks, data)
+            if bad is not None:
+                self._progress.cut(bad, Corrupt(f"a block of {placed.run.segment} differs from its checksum"))
+
+    def _move(self, half: Any, piece: Piece, blocks: int) -> Move:
+        data = half[piece.offset : piece.offset + blocks * piece.plane_bytes]
+        return Move(
+            MemorySpan(data), self._target.span(self._base + piece.layer, piece.position, blocks, piece.plane_bytes)
+        )
+
+    def _blame(self, error: FlatCakeError, timeout_s: float) -> None:
+        """A step's reads failed: find out which, by reading each alone, so that the blocks before are still had."""
+        step = self._planned[0]
+        self.close()
+        self._retries += 1
+        positions = [piece.position for piece in step.pieces]
+        if self._retries <= RETRIES_MAX:
+            try:
+                with self._staging.open_window(timeout_s) as window:
+                    positions = self._failing(step, window, timeout_s)
+            except (Overloaded, TimeoutError):
+                return  # planned anew, if the deadline allows
+        if positions:
+            self._progress.cut(min(positions), error)
+
+    def _failing(self, step: Step, window: Window, timeout_s: float) -> list[int]:
+        """Positions of the pieces in the reads that fail."""
+        positions = []
+        for read in step.reads:
+            try:
+                self._read(read.file, read.offset, window.halves[0][: read.size_bytes], timeout_s)
+            except Unavailable:
+                inside = range(read.target, read.target + read.size_bytes)
+                positions += [piece.position for piece in step.pieces if piece.offset in inside]
+            except TimeoutError:
+                window.close(self.moving())
+                raise
+        return positions
+
+    def _learn(self, verifier: Verifier, window: Window, timeout_s: float) -> bool:
+        """Read the footers of the runs. False: not in time."""
+        for placed in self._runs:
+            size, offset = placed.footer_bytes, placed.run.file_offset + placed.layout.data_bytes
+            try:
+                if verifier.knows(placed):
+                    verifier.learn(placed)
+                    continue
+                buffer = window.halves[0][:size] if size <= window.half_bytes else aligned_buffer(size)
+                self._read(placed.run.file_id, offset, buffer, timeout_s)
+                verifier.learn(placed, buffer)
+            except (Unavailable, Corrupt) as error:
+                self._progress.cut(placed.position, error)
+            except TimeoutError:
+                return False
+        return not self._progress.over
+
+    def _read(self, file_id: int, offset: int, buffer: Any, timeout_s: float) -> None:
+        """One read, now. Raises: Unavailable, TimeoutError."""
+        file = self._files[file_id]
+        source = FileSpan(file.fd, offset, len(buffer), file.direct)
+        self._reads, self._bytes_read = self._reads + 1, self._bytes_read + len(buffer)
+        self._mover.submit([Move(source, MemorySpan(buffer))]).wait(timeout_s)

@@ -1,0 +1,59 @@
+"""What must wait until abandoned transfers rest.
+
+Who stops waiting for a read or write (deadline, failure, close) may not give up at once what it still uses: a descriptor
+closed under a read names another file a moment later, and a write grant given back under a write lets its bytes be used
+twice. Such acts are left here; they happen with a later call of the client, when the transfers have come to rest.
+
+Invariant: an act runs once, after all its transfers rest, on some thread that calls `sweep` or `settle`; never under the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from flatcake_transport.errors import FlatCakeError
+from flatcake_transport.mover import Transfer
+
+
+class Linger:
+    """Acts that wait for transfers. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Sequence[Transfer], Callable[[], None]]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def when_rested(self, transfers: Sequence[Transfer], act: Callable[[], None]) -> None:
+        """Act now if all transfers rest, else later. The act raises nothing."""
+        moving = [transfer for transfer in transfers if not transfer.done()]
+        if not moving:
+            act()
+            return
+        with self._lock:
+            self._waiting.append((moving, act))
+
+    def sweep(self) -> None:
+        """Do what can be done by now."""
+        if not self._waiting:
+            return
+        with self._lock:
+            ready = [entry for entry in self._waiting if all(transfer.done() for transfer in entry[0])]
+            self._waiting = [entry for entry in self._waiting if entry not in ready]
+        for _, act in ready:
+            act()
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait for what is left. False: some transfer did not come to rest in time; its act is still to be done."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            transfers = [transfer for entry in self._waiting for transfer in entry[0]]
+        for transfer in transfers:
+            with contextlib.suppress(FlatCakeError, TimeoutError):
+                transfer.wait(max(0.0, deadline_s - time.monotonic()))
+        self.sweep()
+        return not self._waiting

@@ -1,0 +1,83 @@
+"""What the daemon tells its clients: plain values, made from the wire by `rpc.py`. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flatcake_transport.address import Address
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The daemon's Hello. A new incarnation is a new daemon: nothing held of the old one is known to it."""
+
+    version: str
+    incarnation: bytes
+    node_id: int
+    client_id: int
+    token: bytes
+    handover_path: str
+    boot_id: bytes
+    arena_bytes: int
+    lease_ttl_s: float
+    verify: str  # off, remote or all
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive stored blocks of one segment: `blocks` from `first_block` within the segment. `file_id` 0: in memory."""
+
+    segment: Address
+    segment_blocks: int
+    first_block: int
+    blocks: int
+    segment_bytes: int
+    file_id: int
+    file_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The longest stored prefix of a chain, in chain order. `lease_id` 0: nothing is pinned."""
+
+    runs: tuple[Run, ...]
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Space reserved for one segment of a turn: blocks `[first_block, first_block + blocks)` of the chain.
+
+    `reason` says why the blocks go to the medium of `segment`. `file_id` 0: in memory.
+    """
+
+    segment: Address
+    first_block: int
+    blocks: int
+    segment_bytes: int
+    file_id: int
+    file_offset: int
+    reason: str
+
+    @property
+    def medium(self) -> str:
+        return self.segment.medium.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leave to write a turn, in parts by position in the chain. `turn_id` 0: everything is stored already."""
+
+    turn_id: int
+    parts: tuple[Part, ...]
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnHints:
+    """What the engine knows before the turn is written. None: it does not."""
+
+    context_tokens: int | None = None
+    previous_reply_tokens: int | None = None
+    share_counts: tuple[int, ...] | None = None
+    turn: int | None = None

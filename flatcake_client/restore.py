@@ -1,0 +1,263 @@
+"""A hit, brought into the engine's slots layer by layer, driven by its caller.
+
+`wait_layer(l)` pumps until layer l is in place; what is read ahead meanwhile lands in staging (a window of two halves), so the
+caller may compute on layer l while layer l+1 is on its way. Two paths work side by side, arena and files (memory_path.py,
+file_path.py). What both keep to:
+
+- Layers come in order, a bounded piece at a time. A full staging pool makes the next read wait; nothing is cancelled for it.
+- A block is reported only if all its layers were copied while the lease was alive; what fails cuts off its block and
+  those behind it, and the blocks before are still brought.
+- The engine's memory is written only inside `wait_layer` and `wait`, and only in slots of blocks that were asked for. Past
+  the deadline no further copy begins, and those begun have landed when the call returns (some 10 ms).
+- Nothing here raises for I/O except `wait_layer`, whose caller must know before it computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatcake_client.file_path import FilePath
+from flatcake_client.keys import KeyArray, host_integers
+from flatcake_client.lease import Lease
+from flatcake_client.memory_path import MemoryPath
+from flatcake_client.progress import Progress
+from flatcake_client.records import Run
+from flatcake_client.target import PlacedRun, Target, place_runs
+from flatcake_client.verify import Verifier
+from flatcake_transport.errors import Corrupt, Unavailable
+from flatcake_transport.layout import SegmentLayout
+from flatcake_transport.mover import Mover, PagedSpan, Slots, Transfer
+from flatcake_transport.paged import check_span
+from flatcake_transport.plan import GAP_BYTES_MAX
+from flatcake_transport.space import SpaceSpec
+from flatcake_transport.window import OpenFile, StagingPool
+
+
+class RestoreUnavailable(Unavailable):
+    """Not all blocks that were asked for are in place. `usable_blocks`: the prefix of the hit that is, all layers."""
+
+    usable_blocks: int = 0
+
+
+class RestoreCorrupt(Corrupt):
+    """Bytes differ from their checksum. `usable_blocks`: the prefix of the hit that is in place, all layers."""
+
+    usable_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreStats:
+    """`bytes_by_medium`: useful bytes of the blocks asked for. `bytes_read`: from files, with alignment and gaps."""
+
+    read_commands: int
+    bytes_read: int
+    bytes_by_medium: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadTools:
+    """What carries bytes to one device."""
+
+    files: Mover
+    memory: Mover
+    staging: StagingPool
+    gap_bytes_max: int = GAP_BYTES_MAX
+
+
+class HitSource(Protocol):
+    """What a restore needs of its hit. Calls take a timeout in seconds and raise Unavailable."""
+
+    spec: SpaceSpec
+    shard: int
+    runs: tuple[Run, ...]
+    blocks: int
+    keys: KeyArray
+    lease: Lease
+    verify: bool
+
+    def layout_of(self, blocks: int) -> SegmentLayout: ...
+    def arena(self, timeout_s: float) -> NDArray[np.uint8]: ...
+    def files(self, timeout_s: float) -> Mapping[int, OpenFile]: ...
+    def report_corrupt(self, segments: Sequence[int]) -> None: ...
+
+
+class Restore:
+    """One restore under way. Thread-safe; a context manager that closes itself. Owned by its hit, which outlives it.
+
+    The target's arrays must stay alive and unmoved until `close`, or a `wait` or `wait_layer` of the last layer, has returned.
+    """
+
+    def __init__(
+        self,
+        hit: HitSource,
+        tools: ReadTools,
+        target: Sequence[Any],
+        slots: Any,
+        first_block: int,
+        timeout_s: float,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        guard: Callable[[], None] = lambda: None,
+        forked: Callable[[], bool] = lambda: False,
+        ended: Callable[[Restore], None] = lambda _: None,
+    ) -> None:
+        """Raises: ValueError: target or slots do not fit the space, or the hit has no block `first_block`."""
+        self._deadline_s = now_s() + timeout_s
+        self._now_s, self._guard, self._forked, self._ended = now_s, guard, forked, ended
+        self._lock = threading.RLock()
+        self._hit = hit
+        spec = hit.spec
+        slot_array, end_block = _checked_slots(slots, first_block, hit.blocks)
+        self._first_block = first_block
+        planes = range(hit.shard * spec.layers, (hit.shard + 1) * spec.layers)
+        _check_target(target, slot_array, spec)
+        self._progress = Progress(spec.layers, end_block - first_block)
+        placed = place_runs(hit.runs, first_block, end_block, hit.layout_of)
+        in_memory = [run for run in placed if not run.run.file_id]
+        on_files = [run for run in placed if run.run.file_id]
+        self._bytes = {"memory": _useful_bytes(in_memory, spec), "ssd": _useful_bytes(on_files, spec)}
+        verifier = None
+        if hit.verify:
+            keys = hit.keys[first_block:end_block]
+            verifier = Verifier(spec, hit.shard, keys, hit.lease, hit.report_corrupt)
+        aim = Target(target, slot_array, planes)
+        self._memory = MemoryPath(in_memory, aim, self._progress, hit.lease, tools.memory, hit.arena, verifier)
+        self._files = FilePath(
+            on_files, aim, self._progress, hit.lease, tools.files, tools.memory, tools.staging, hit.files, verifier,
+            gap_bytes_max=tools.gap_bytes_max,
+        )  # fmt: skip
+        self._closed = False
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when every block that was asked for is in place in layers `0 .. layer`.
+
+        Raises:
+            ValueError: no such layer.
+            Unavailable, Corrupt: it is not, and will not be; the error's `usable_blocks` are, with all layers.
+        """
+        self._guard()
+        if not 0 <= layer < self._progress.layers:
+            raise ValueError(f"layer {layer} of a space with {self._progress.layers}")
+        with self._lock:
+            self._pump(layer)
+            if self._progress.failure is not None:
+                raise self._incomplete()
+
+    def wait(self) -> int:
+        """Return when all is in place, or what failed has failed, or at the deadline. Never raises for I/O.
+
+        Returns:
+            The prefix of the hit that is in place with all layers, in blocks, counted from the chain's first block: those
+            before `first_block` count as in place.
+        """
+        self._guard()
+        with self._lock:
+            self._pump(self._progress.layers - 1)
+            return self._first_block + self._progress.usable()
+
+    @property
+    def stats(self) -> RestoreStats:
+        with self._lock:
+            return RestoreStats(self._files.reads, self._files.bytes_read, dict(self._bytes))
+
+    def close(self) -> None:
+        """Bring no more. Copies into the engine's memory have landed when this returns. Twice is fine.
+
+        In a forked child it does nothing.
+        """
+        if self._forked():
+            return
+        with self._lock:
+            if not self._closed and not self._done(self._progress.layers - 1):
+                self._progress.stop(Unavailable("the restore was closed"))
+            self._finish()
+
+    def moving(self) -> list[Transfer]:
+        """Reads into staging that have not come to rest: the hit's descriptors stay open until they do."""
+        return self._files.moving()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _pump(self, layer: int) -> None:
+        """Bring pieces until the layer is in place. After a failure: all that can be had, to know what is usable."""
+        memory, files, progress, lease = self._memory, self._files, self._progress, self._hit.lease
+        while not self._closed:
+            wanted = layer if progress.failure is None else progress.layers - 1
+            if progress.over or self._done(wanted):
+                break
+            lease.keep(self._left_s())
+            left_s = self._left_s()
+            if left_s <= 0:
+                progress.stop(Unavailable("the restore's deadline has passed"))
+            elif not lease.alive():
+                progress.stop(Unavailable("the lease on the hit has ended: its bytes may be gone"))
+            else:
+                wait_s = min(left_s, lease.renew_in_s)
+                memory.ahead(wait_s)
+                files.ahead(wait_s)
+                (files if files.layers_done <= memory.layers_done else memory).step(wait_s)
+        if progress.over or self._done(progress.layers - 1):
+            self._finish()
+
+    def _done(self, layer: int) -> bool:
+        return min(self._memory.layers_done, self._files.layers_done) > layer
+
+    def _left_s(self) -> float:
+        return self._deadline_s - self._now_s()
+
+    def _finish(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._memory.land()
+            self._files.close()
+            self._ended(self)
+
+    def _incomplete(self) -> RestoreUnavailable | RestoreCorrupt:
+        self._pump(self._progress.layers - 1)
+        cause = self._progress.failure
+        kind = RestoreCorrupt if isinstance(cause, Corrupt) else RestoreUnavailable
+        error = kind(str(cause))
+        error.usable_blocks = self._first_block + self._progress.usable()
+        error.__cause__ = cause
+        return error
+
+
+def _checked_slots(slots: Any, first_block: int, blocks: int) -> tuple[Slots, int]:
+    """Slots of the blocks that are asked for, and the end of these in the hit."""
+    array = host_integers(slots, "slots")
+    if not 0 <= first_block <= blocks:
+        raise ValueError(f"first_block is {first_block}: the hit has {blocks} blocks")
+    end_block = max(first_block, min(len(array), blocks))
+    return np.ascontiguousarray(array[first_block:end_block], np.int64), end_block
+
+
+def _check_target(target: Sequence[Any], slots: Slots, spec: SpaceSpec) -> None:
+    if len(target) != spec.layers:
+        raise ValueError(f"the target has {len(target)} arrays: expected one a layer of the shard, {spec.layers}")
+    top = int(slots.max(initial=-1))
+    for layer, pages in enumerate(target):
+        try:
+            # Slots are looked at in full once; for the other layers it is enough that they have as many.
+            check_span(PagedSpan(pages, slots if layer == 0 else slots[:0], spec.plane_bytes[layer]))
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"layer {layer} of the target: {error}") from error
+        if top >= pages.shape[0]:
+            raise ValueError(f"layer {layer} of the target has {pages.shape[0]} slots: slot {top} was asked for")
+        if isinstance(pages, np.ndarray) and not pages.flags.writeable:
+            raise ValueError(f"layer {layer} of the target is read-only")
+
+
+def _useful_bytes(placed: Sequence[PlacedRun], spec: SpaceSpec) -> int:
+    return sum(run.blocks for run in placed) * sum(spec.plane_bytes)

@@ -1,0 +1,259 @@
+"""The wire, client side: proto <-> dataclass, status -> error. The only module of the client that knows gRPC.
+
+Every call has a deadline and fails fast: a daemon that is not there is `Unavailable` at once, one that does not answer is
+so at the deadline, and for a moment after that (`SILENCE_PAUSE_S`) without being asked again, so that a daemon that hangs
+costs an engine one deadline a second and not one a request.
+
+    FAILED_PRECONDITION  Stale: the daemon is another one now; say Hello again
+    NOT_FOUND            Unknown: this daemon knows no such space or turn
+    INVALID_ARGUMENT     ValueError          RESOURCE_EXHAUSTED  Overloaded
+    DATA_LOSS            Corrupt             anything else       Unavailable
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from flatcake_client.keys import KeyArray
+from flatcake_client.records import Found, Grant, Part, Run, TurnHints, Welcome
+from flatcake_proto.v1 import store_pb2, store_pb2_grpc
+from flatcake_transport.address import Address
+from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
+from flatcake_transport.space import SpaceSpec
+
+PROTOCOL: Final = 1
+SILENCE_PAUSE_S: Final = 1.0
+# A shorter deadline says more about the caller's hurry than about the daemon.
+SILENCE_MIN_S: Final = 0.2
+
+_OPTIONS: Final = (
+    # 200,000 blocks, each a run of its own, are 8 MB of reply.
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),  # a daemon is never behind the proxy of the user's shell
+    # A daemon that comes back is seen within half a second; gRPC would wait up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.use_local_subchannel_pool", 1),  # two clients in one process do not share a backoff
+)
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+
+class Stale(Unavailable):
+    """The daemon does not know this client: it was restarted. Say Hello again."""
+
+
+class Unknown(Unavailable):
+    """The daemon knows the client but not the space or turn it names."""
+
+
+def grpc_target(endpoint: str) -> str:
+    """What gRPC dials for `unix:///path`, a bare path, or `host:port` (IPv6 in brackets).
+
+    Raises: ValueError: none of them.
+    """
+    if endpoint.startswith("/"):
+        return f"unix:{endpoint}"
+    if endpoint.startswith("unix:"):
+        path = endpoint.removeprefix("unix:").removeprefix("//")
+        if not path:
+            raise ValueError("endpoint unix: names no path: write unix:///run/flatcake/flatcake.sock")
+        return f"unix:{Path(path).absolute()}"
+    host, _, port = endpoint.rpartition(":")
+    if "://" in endpoint or not host or not port.isdecimal() or (":" in host and not host.startswith("[")):
+        raise ValueError(f"endpoint {endpoint!r} is neither unix:///path nor host:port (IPv6 as [::1]:7450)")
+    return f"dns:///{endpoint}"
+
+
+class Rpc:
+    """The verbs of one daemon. Thread-safe. Verbs name the client by `welcome`, of the last Hello."""
+
+    def __init__(self, endpoint: str, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        """Connects with the first call. Raises: ValueError: no endpoint gRPC could dial."""
+        self._channel = grpc.insecure_channel(grpc_target(endpoint), options=_OPTIONS)
+        self._stub = store_pb2_grpc.StoreStub(self._channel)
+        self._now_s = now_s
+        self._silent_until_s = 0.0
+
+    def close(self) -> None:
+        """Calls under way end as Unavailable. Twice is fine."""
+        self._channel.close()
+
+    def hello(self, name: str, timeout_s: float) -> Welcome:
+        request = store_pb2.HelloRequest(protocol=PROTOCOL, client_name=name)
+        reply = self._call(self._stub.Hello, request, timeout_s)
+        return Welcome(
+            version=reply.version,
+            incarnation=reply.incarnation,
+            node_id=reply.node_id,
+            client_id=reply.client_id,
+            token=reply.token,
+            handover_path=reply.handover_path,
+            boot_id=reply.boot_id,
+            arena_bytes=reply.arena_bytes,
+            lease_ttl_s=reply.lease_ttl_ms / 1000,
+            verify=reply.verify,
+        )
+
+    def open_space(self, welcome: Welcome, spec: SpaceSpec, timeout_s: float) -> None:
+        request = store_pb2.OpenSpaceRequest(
+            client_id=welcome.client_id,
+            incarnation=welcome.incarnation,
+            model=spec.model,
+            dtype=spec.dtype,
+            block_tokens=spec.block_tokens,
+            plane_bytes=spec.plane_bytes,
+            shards=spec.shards,
+            weights=spec.weights,
+            layout=spec.layout,
+            fingerprint=spec.fingerprint,
+        )
+        self._call(self._stub.OpenSpace, request, timeout_s)
+
+    def lookup(self, welcome: Welcome, fingerprint: bytes, keys: KeyArray, *, pin: bool, timeout_s: float) -> Found:
+        request = store_pb2.LookupRequest(
+            client_id=welcome.client_id,
+            incarnation=welcome.incarnation,
+            fingerprint=fingerprint,
+            keys=keys.tobytes(),
+            pin=pin,
+        )
+        reply = self._call(self._stub.Lookup, request, timeout_s)
+        self._check_incarnation(welcome, reply.incarnation)
+        return Found(tuple(_run(run) for run in reply.runs), reply.lease_id)
+
+    def renew(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> list[int]:
+        """Which of the leases live on, for another ttl from before this call."""
+        request = store_pb2.RenewRequest(
+            client_id=welcome.client_id, incarnation=welcome.incarnation, lease_ids=lease_ids
+        )
+        return list(self._call(self._stub.Renew, request, timeout_s).alive)
+
+    def release(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> None:
+        request = store_pb2.ReleaseRequest(
+            client_id=welcome.client_id, incarnation=welcome.incarnation, lease_ids=lease_ids
+        )
+        self._call(self._stub.Release, request, timeout_s)
+
+    def begin_turn(
+        self,
+        welcome: Welcome,
+        fingerprint: bytes,
+        shard: int,
+        keys: KeyArray,
+        root_key: bytes,
+        session: str,
+        hints: TurnHints,
+        timeout_s: float,
+    ) -> Grant:
+        request = store_pb2.BeginTurnRequest(
+            client_id=welcome.client_id,
+            incarnation=welcome.incarnation,
+            fingerprint=fingerprint,
+            shard=shard,
+            session=session,
+            keys=keys.tobytes(),
+            context_tokens=hints.context_tokens,
+            previous_reply_tokens=hints.previous_reply_tokens,
+            share_counts=hints.share_counts or (),
+            turn=hints.turn,
+            root_key=root_key,
+        )
+        reply = self._call(self._stub.BeginTurn, request, timeout_s)
+        self._check_incarnation(welcome, reply.incarnation)
+        return Grant(reply.turn_id, tuple(_part(part) for part in reply.parts), reply.session)
+
+    def commit_turn(
+        self, welcome: Welcome, turn_id: int, shard: int, sums: Sequence[tuple[int, bytes]], timeout_s: float
+    ) -> bool:
+        """`sums`: (algorithm, u64 little-endian checksums) a part. True: all shards have committed, the turn is visible."""
+        request = store_pb2.CommitTurnRequest(
+            client_id=welcome.client_id,
+            incarnation=welcome.incarnation,
+            turn_id=turn_id,
+            shard=shard,
+            parts=[store_pb2.PartChecksums(algorithm=algorithm, checksums=data) for algorithm, data in sums],
+        )
+        return self._call(self._stub.CommitTurn, request, timeout_s).visible
+
+    def abort_turn(self, welcome: Welcome, turn_id: int, shard: int, failure: str, timeout_s: float) -> None:
+        """`failure`: not empty when a write failed; the daemon then seals the files."""
+        request = store_pb2.AbortTurnRequest(
+            client_id=welcome.client_id,
+            incarnation=welcome.incarnation,
+            turn_id=turn_id,
+            shard=shard,
+            failure=failure,
+        )
+        self._call(self._stub.AbortTurn, request, timeout_s)
+
+    def report_corrupt(self, welcome: Welcome, segments: Sequence[int], timeout_s: float) -> None:
+        request = store_pb2.ReportCorruptRequest(
+            client_id=welcome.client_id, incarnation=welcome.incarnation, segments=segments
+        )
+        self._call(self._stub.ReportCorrupt, request, timeout_s)
+
+    def _check_incarnation(self, welcome: Welcome, incarnation: bytes) -> None:
+        if incarnation != welcome.incarnation:
+            raise Stale("another daemon answered than the one that was greeted")
+
+    def _call(self, verb: Callable[..., Reply], request: Any, timeout_s: float) -> Reply:
+        if timeout_s <= 0:
+            raise Unavailable("no time was left to ask the daemon")
+        if self._now_s() < self._silent_until_s:
+            raise Unavailable(f"the daemon did not answer lately; it is asked again within {SILENCE_PAUSE_S:g} s")
+        try:
+            reply = verb(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._translated(error, timeout_s) from error
+        except ValueError as error:  # how gRPC says that the channel was closed
+            raise Unavailable(f"the client is closed: {error}") from error
+        self._silent_until_s = 0.0
+        return reply
+
+    def _translated(self, error: grpc.RpcError, timeout_s: float) -> Exception:
+        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+        text = (error.details() if isinstance(error, grpc.Call) else None) or str(error)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if timeout_s >= SILENCE_MIN_S:
+                self._silent_until_s = self._now_s() + SILENCE_PAUSE_S
+            return Unavailable(f"the daemon did not answer in {timeout_s:.3g} s")
+        kinds: dict[grpc.StatusCode, type[Exception]] = {
+            grpc.StatusCode.FAILED_PRECONDITION: Stale,
+            grpc.StatusCode.NOT_FOUND: Unknown,
+            grpc.StatusCode.INVALID_ARGUMENT: ValueError,
+            grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+            grpc.StatusCode.DATA_LOSS: Corrupt,
+        }
+        return kinds.get(code, Unavailable)(text)
+
+
+def _run(run: store_pb2.Run) -> Run:
+    return Run(
+        Address(run.segment),
+        run.segment_blocks,
+        run.first_block,
+        run.blocks,
+        run.segment_bytes,
+        run.file_id,
+        run.file_offset,
+    )
+
+
+def _part(part: store_pb2.Part) -> Part:
+    return Part(
+        Address(part.segment),
+        part.first_block,
+        part.blocks,
+        part.segment_bytes,
+        part.file_id,
+        part.file_offset,
+        part.reason,
+    )

@@ -1,0 +1,339 @@
+"""A space as an engine uses it: keys, lookup, turns. And the hit, what a lookup found.
+
+A lookup never raises for the daemon's sake: what cannot be had now is a miss, with its reason in `Hit.failure`. A hit holds
+the blocks it found (its lease) until it is released; hold it no longer than the restore needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatcake_client.connection import Connection
+from flatcake_client.handover import Descriptors
+from flatcake_client.keys import KeyArray, chain_keys, check_keys, foreign_keys, host_integers, root_key
+from flatcake_client.lease import Lease
+from flatcake_client.records import Found, Grant, Run, TurnHints
+from flatcake_client.restore import Restore
+from flatcake_client.writer import Turn
+from flatcake_transport.errors import FlatCakeError, Unavailable
+from flatcake_transport.handoff import Verb
+from flatcake_transport.layout import SegmentLayout, segment_layout
+from flatcake_transport.mover import Transfer
+from flatcake_transport.space import SpaceSpec
+from flatcake_transport.window import OpenFile
+
+if TYPE_CHECKING:
+    from flatcake_client.client import Client
+
+LAYOUTS_KEPT: Final = 1024  # geometries of segments by block count: some 3 KB each for 80 layers
+REPORT_TIMEOUT_S: Final = 1.0
+
+
+class Space:
+    """One model in one layout, for one tensor-parallel shard. Thread-safe. Made by `Client.open_space`."""
+
+    def __init__(self, client: Client, spec: SpaceSpec, shard: int) -> None:
+        """Raises: ValueError: the space has no such shard."""
+        if not 0 <= shard < spec.shards:
+            raise ValueError(f"shard {shard} of a space with {spec.shards}")
+        self.spec = spec
+        self.shard = shard
+        self.client = client
+        self.layout_of: Callable[[int], SegmentLayout] = lru_cache(LAYOUTS_KEPT)(partial(segment_layout, spec))
+
+    def keys(self, token_ids: Any, salt: bytes = b"", extra: bytes | Sequence[bytes] | None = None) -> KeyArray:
+        """Chained keys of the full blocks of a context, (n, 16) uint8.
+
+        Args:
+            token_ids: of the whole context from its first token: list, numpy array or torch tensor of integers, 1-d.
+            salt: whatever must not share blocks: tenant, LoRA adapter. The same at `begin_turn`.
+            extra: what token ids do not say, e.g. hashes of images: one for all blocks, or one a full block.
+
+        Raises:
+            ValueError: an id is negative or beyond 32 bits, or the shapes are wrong.
+        """
+        return chain_keys(token_ids, self.spec.block_tokens, root_key(self.spec.fingerprint, salt), extra)
+
+    def keys_of_hashes(self, hashes: Sequence[bytes], salt: bytes = b"") -> KeyArray:
+        """Keys from an engine's own chained block hashes, one a block, each naming its whole prefix.
+
+        Raises: ValueError: a hash is not bytes.
+        """
+        return foreign_keys(hashes, root_key(self.spec.fingerprint, salt))
+
+    def lookup(self, keys: KeyArray, pin: bool = True, timeout_s: float | None = None) -> Hit:
+        """The longest stored prefix of a chain. A daemon that cannot be asked is an empty hit.
+
+        Args:
+            keys: of `keys`, from the context's first block.
+            pin: keep what is found until the hit is released, so that it can be restored.
+            timeout_s: default the client's.
+
+        Raises:
+            ValueError: not (n, 16) uint8.
+        """
+        self.client.guard()
+        keys = check_keys(keys)
+        if not len(keys):
+            return Hit(self, keys)
+        try:
+            return self.client.ask(self.spec, timeout_s, partial(self._lookup, keys, pin))
+        except FlatCakeError as error:
+            self.client.counts.add("lookups_failed")
+            return Hit(self, keys, failure=error)
+
+    def _lookup(self, keys: KeyArray, pin: bool, connection: Connection, timeout_s: float) -> Hit:
+        asked_s = time.monotonic()
+        found = connection.rpc.lookup(connection.welcome, self.spec.fingerprint, keys, pin=pin, timeout_s=timeout_s)
+        hit = Hit(self, keys, found=found, connection=connection, asked_s=asked_s)
+        self.client.counts.add("lookups")
+        self.client.counts.add("lookup_blocks", len(keys))
+        self.client.counts.add("hit_blocks", hit.blocks)
+        return hit
+
+    def begin_turn(
+        self,
+        keys: KeyArray,
+        session: str | None = None,
+        context_tokens: int | None = None,
+        previous_reply_tokens: int | None = None,
+        share_counts: Sequence[int] | None = None,
+        turn: int | None = None,
+        salt: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> Turn:
+        """Reserve space for those blocks of a context that are not stored yet.
+
+        Args:
+            keys: of the whole context, from its first block.
+            session: the engine's name of the conversation; None: the daemon infers it from the chain.
+            context_tokens: length of the context, full blocks or not. Default: that of the keys.
+            previous_reply_tokens: length of the last reply in this conversation; None: not known.
+            share_counts: one a key: requests that share the block in the engine's prefix tree.
+            turn: number of the turn in its conversation, from 1. Default: one more than the session has.
+            salt: as it was given to `keys`.
+            timeout_s: default the client's.
+
+        Raises:
+            ValueError: shapes are wrong. Overloaded: no room, or too many turns. Unavailable: the daemon cannot be asked.
+        """
+        self.client.guard()
+        keys = check_keys(keys)
+        counts = None if share_counts is None else tuple(host_integers(share_counts, "share counts").tolist())
+        if counts is not None and len(counts) != len(keys):
+            raise ValueError(f"{len(counts)} share counts for {len(keys)} keys: expected one a key")
+        hints = TurnHints(context_tokens, previous_reply_tokens, counts, turn)
+        root = root_key(self.spec.fingerprint, salt)
+        try:
+            return self.client.ask(self.spec, timeout_s, partial(self._begin, keys, session or "", root, hints))
+        except FlatCakeError:
+            self.client.counts.add("turns_refused")
+            raise
+
+    def _begin(
+        self, keys: KeyArray, session: str, root: bytes, hints: TurnHints, connection: Connection, timeout_s: float
+    ) -> Turn:
+        grant = Grant(0, (), session)
+        if len(keys):
+            grant = connection.rpc.begin_turn(
+                connection.welcome, self.spec.fingerprint, self.shard, keys, root, session, hints, timeout_s
+            )
+        connection.turn_begun()
+        self.client.counts.add("turns_begun")
+        turn = Turn(
+            _Home(self, connection),
+            grant,
+            self.spec,
+            self.shard,
+            lambda _: self.client.tools.writing(),
+            checksums=connection.welcome.verify != "off",
+            timeout_s=self.client.transfer_timeout_s,
+            guard=self.client.guard,
+            forked=self.client.forked,
+        )
+        self.client.turns.add(turn)
+        return turn
+
+
+class _Home:
+    """Where a turn of a space is written to: the seam between writer and connection."""
+
+    def __init__(self, space: Space, connection: Connection) -> None:
+        self._space = space
+        self._client = space.client
+        self._connection = connection
+        self._descriptors = Descriptors({})
+        self._over = False
+        self.layout_of = space.layout_of
+
+    def arena(self, timeout_s: float) -> NDArray[np.uint8]:
+        return self._client.arena(self._connection, timeout_s)
+
+    def files(self, turn_id: int, timeout_s: float) -> Mapping[int, OpenFile]:
+        self._descriptors = self._connection.handover.files(Verb.TURN, turn_id, timeout_s)
+        return self._descriptors.files
+
+    def commit(self, turn_id: int, sums: Sequence[tuple[int, bytes]], timeout_s: float) -> bool:
+        connection = self._connection
+        return connection.rpc.commit_turn(connection.welcome, turn_id, self._space.shard, sums, timeout_s)
+
+    def abort(self, turn_id: int, failure: str, timeout_s: float) -> None:
+        connection = self._connection
+        connection.rpc.abort_turn(connection.welcome, turn_id, self._space.shard, failure, timeout_s)
+
+    def when_rested(self, transfers: Sequence[Transfer], act: Callable[[], None]) -> None:
+        self._client.linger.when_rested(transfers, act)
+
+    def ended(self, outcome: str) -> None:
+        self._descriptors.close()
+        self._connection.turn_ended()
+        self._client.counts.add(f"turns_{outcome}")
+
+
+class Hit:
+    """What a lookup found: the longest stored prefix, in blocks. Thread-safe; a context manager that releases itself.
+
+    Attributes:
+        blocks: length of the prefix.
+        runs: where its blocks are, in chain order.
+        failure: why the daemon could not be asked; None when it was.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        keys: KeyArray,
+        *,
+        found: Found | None = None,
+        connection: Connection | None = None,
+        asked_s: float = 0.0,
+        failure: FlatCakeError | None = None,
+    ) -> None:
+        self._space = space
+        self._client = space.client
+        self._connection = connection
+        self._descriptors: Descriptors | None = None
+        self._restores: list[Restore] = []
+        self.spec = space.spec
+        self.shard = space.shard
+        self.layout_of = space.layout_of
+        self.runs: tuple[Run, ...] = found.runs if found else ()
+        self.blocks = min(sum(run.blocks for run in self.runs), len(keys))
+        self.keys = keys[: self.blocks]
+        self.failure = failure
+        self.verify = connection is not None and connection.welcome.verify == "all"
+        self.lease = Lease(
+            found.lease_id if found else 0,
+            connection.welcome.lease_ttl_s if connection else 0.0,
+            asked_s,
+            self._renew,
+            connection.lost if connection else lambda: True,
+        )
+        if self.lease.lease_id:
+            self._client.hits.add(self)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return self.blocks * self.spec.block_tokens
+
+    @property
+    def bytes_by_medium(self) -> dict[str, int]:
+        """Bytes of this shard, by "memory" and "ssd"."""
+        sums = {"memory": 0, "ssd": 0}
+        for run in self.runs:
+            sums[run.segment.medium.name.lower()] += run.blocks * sum(self.spec.plane_bytes)
+        return sums
+
+    def restore(
+        self, target: Sequence[Any], slots: Any, first_block: int = 0, timeout_s: float | None = None
+    ) -> Restore:
+        """Bring the hit's blocks into the engine's paged KV. Nothing is copied until the restore is waited for.
+
+        Args:
+            target: one array a layer of the caller's shard: numpy or torch, first axis the slot, a slot holding
+                `plane_bytes[layer]` bytes, any strides. It stays alive until the restore has been waited for or closed.
+            slots: `slots[i]` is where block i of the hit goes. Fewer than the hit's blocks: only those are brought.
+            first_block: blocks before it are in place already and are not touched.
+            timeout_s: from now to the end of the restore; past it the usable prefix is what is in place.
+
+        Raises:
+            ValueError: shapes do not fit, a slot is named twice or does not exist, or the hit was not pinned.
+        """
+        self._client.guard()
+        if self.runs and not self.lease.lease_id:
+            raise ValueError("this hit is not pinned: look up with pin=True to restore")
+        self._client.linger.sweep()
+        restore = Restore(
+            self,
+            self._client.tools.reading(),
+            target,
+            slots,
+            first_block,
+            self._client.transfer_timeout_s if timeout_s is None else timeout_s,
+            guard=self._client.guard,
+            forked=self._client.forked,
+            ended=self._restored,
+        )
+        self._restores.append(restore)
+        return restore
+
+    def release(self) -> None:
+        """Give the lease back and end the hit's restores. Twice is fine; raises nothing. In a forked child: nothing."""
+        if self._client.forked():
+            return
+        restores, self._restores = self._restores, []
+        for restore in restores:
+            restore.close()
+        if self._descriptors is not None:
+            moving = [transfer for restore in restores for transfer in restore.moving()]
+            self._descriptors.close(moving, self._client.linger)
+        connection = self._connection
+        if self.lease.end() and self.lease.lease_id and connection is not None and not connection.lost():
+            with contextlib.suppress(FlatCakeError):
+                connection.rpc.release(connection.welcome, [self.lease.lease_id], self._client.timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+    # What a restore asks of its hit (restore.HitSource).
+
+    def arena(self, timeout_s: float) -> NDArray[np.uint8]:
+        return self._client.arena(self._reachable(), timeout_s)
+
+    def files(self, timeout_s: float) -> Mapping[int, OpenFile]:
+        if self._descriptors is None:
+            self._descriptors = self._reachable().handover.files(Verb.LEASE, self.lease.lease_id, timeout_s)
+        return self._descriptors.files
+
+    def report_corrupt(self, segments: Sequence[int]) -> None:
+        connection = self._reachable()
+        self._client.counts.add("corrupt_segments", len(segments))
+        with contextlib.suppress(FlatCakeError):
+            connection.rpc.report_corrupt(connection.welcome, segments, REPORT_TIMEOUT_S)
+
+    def _reachable(self) -> Connection:
+        if self._connection is None:
+            raise Unavailable("the hit is empty")
+        return self._connection
+
+    def _renew(self, lease_id: int, timeout_s: float) -> bool:
+        connection = self._reachable()
+        return bool(lease_id) and lease_id in connection.rpc.renew(connection.welcome, [lease_id], timeout_s)
+
+    def _restored(self, restore: Restore) -> None:
+        stats = restore.stats
+        self._client.counts.add("restores")
+        self._client.counts.add("read_commands", stats.read_commands)
+        self._client.counts.add("bytes_read", stats.bytes_read)

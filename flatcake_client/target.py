@@ -1,0 +1,57 @@
+"""What a restore wants of a hit, and where it goes. Pure.
+
+Blocks that were asked for are numbered by position: 0 is the first that the engine does not have. A hit's runs are clipped to
+the positions asked for, and each then knows the segment's geometry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatcake_client.records import Run
+from flatcake_transport.layout import SegmentLayout
+from flatcake_transport.mover import PagedSpan, Slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedRun:
+    """What a restore wants of one run: `blocks` from `first_block` within the segment, for positions from `position`."""
+
+    run: Run
+    layout: SegmentLayout
+    first_block: int
+    blocks: int
+    position: int
+
+    @property
+    def footer_bytes(self) -> int:
+        return self.run.segment_bytes - self.layout.data_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """Where a restore puts blocks: position p of layer l goes to `pages[l][slots[p]]`. `planes[l]` is layer l's plane."""
+
+    pages: Sequence[Any]
+    slots: Slots
+    planes: range
+
+    def span(self, layer: int, position: int, blocks: int, plane_bytes: int) -> PagedSpan:
+        return PagedSpan(self.pages[layer], self.slots[position : position + blocks], plane_bytes)
+
+
+def place_runs(
+    runs: Sequence[Run], first_block: int, end_block: int, layout_of: Callable[[int], SegmentLayout]
+) -> list[PlacedRun]:
+    """The parts of runs, in chain order, that lie in blocks `first_block .. end_block` of the hit."""
+    placed = []
+    start = 0
+    for run in runs:
+        first, end = max(start, first_block), min(start + run.blocks, end_block)
+        if first < end:
+            within = run.first_block + first - start
+            placed.append(PlacedRun(run, layout_of(run.segment_blocks), within, end - first, first - first_block))
+        start += run.blocks
+    return placed

@@ -1,0 +1,106 @@
+"""The movers and the staging memory of a client, made when they are first needed and shared by all its spaces.
+
+Reads and writes have staging of their own, so writes never take what a read waits for. Both are bounded; a quarter is for
+writes. Halves grow to what a space's planes need when it is opened. Staging and arena are registered with the memory mover,
+which pins them if the engine's memory turns out to be on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatcake_client.restore import ReadTools
+from flatcake_client.writer import WriteTools
+from flatcake_transport.address import Medium
+from flatcake_transport.layout import ALIGN_BYTES, align_up, segment_layout
+from flatcake_transport.mover import Mover, MoverStats, Region
+from flatcake_transport.movers import mover_for
+from flatcake_transport.plan import window_half_bytes_min
+from flatcake_transport.space import SpaceSpec
+from flatcake_transport.window import StagingPool, StagingStats, aligned_buffer
+
+WINDOW_HALF_BYTES: Final = 16 << 20
+STAGING_BYTES: Final = 512 << 20
+WRITE_HALF_BYTES: Final = 8 << 20
+WRITE_SHARE: Final = 4  # one part in four of the staging
+
+
+class Tools:
+    """Thread-safe."""
+
+    def __init__(self, window_half_bytes: int, staging_bytes: int) -> None:
+        """Raises: ValueError: sizes below a page, or staging that holds no window for reads and one for writes."""
+        self._lock = threading.RLock()
+        self._staging_bytes = staging_bytes
+        self._memory: Mover | None = None
+        self._files: Mover | None = None
+        self._reading = self._pool(max(window_half_bytes, ALIGN_BYTES), staging_bytes - staging_bytes // WRITE_SHARE)
+        self._writing = self._pool(min(window_half_bytes, WRITE_HALF_BYTES), staging_bytes // WRITE_SHARE)
+
+    def fit(self, spec: SpaceSpec) -> None:
+        """Have halves that hold a space's planes. Raises: ValueError: the staging is too small for them."""
+        need = align_up(window_half_bytes_min(segment_layout(spec, 1), whole_granules=True))
+        with self._lock:
+            try:
+                if need > self._reading.half_bytes:
+                    self._reading = self._pool(need, self._staging_bytes - self._staging_bytes // WRITE_SHARE)
+                if need > self._writing.half_bytes:
+                    self._writing = self._pool(need, self._staging_bytes // WRITE_SHARE)
+            except ValueError as error:
+                raise ValueError(
+                    f"planes of {max(spec.plane_bytes)} bytes need halves of {need} bytes: raise staging_bytes "
+                    f"({self._staging_bytes}) to {8 * need}, or use smaller blocks"
+                ) from error
+
+    def reading(self) -> ReadTools:
+        with self._lock:
+            return ReadTools(self._file_mover(), self._memory_mover(), self._reading)
+
+    def writing(self) -> WriteTools:
+        with self._lock:
+            return WriteTools(self._file_mover(), self._memory_mover(), self._writing)
+
+    def register(self, array: NDArray[np.uint8]) -> None:
+        """Memory that will be a source or target of many copies."""
+        self._memory_mover().register(Region(array.ctypes.data, len(array)))
+
+    def stats(self) -> tuple[dict[str, MoverStats], dict[str, StagingStats]]:
+        with self._lock:
+            movers = {"memory": self._memory, "files": self._files}
+            return (
+                {name: mover.stats() for name, mover in movers.items() if mover is not None},
+                {"reads": self._reading.stats(), "writes": self._writing.stats()},
+            )
+
+    def close(self) -> None:
+        """End the threads. Only when nothing moves any more: a disk that hangs would hang this."""
+        with self._lock:
+            for mover in (self._memory, self._files):
+                if mover is not None:
+                    mover.close()
+
+    def _memory_mover(self) -> Mover:
+        with self._lock:
+            if self._memory is None:
+                self._memory = mover_for(Medium.MEMORY)
+            return self._memory
+
+    def _file_mover(self) -> Mover:
+        with self._lock:
+            if self._files is None:
+                self._files = mover_for(Medium.SSD)
+            return self._files
+
+    def _pool(self, half_bytes: int, bytes_max: int) -> StagingPool:
+        return StagingPool(bytes_max, half_bytes, allocate=self._buffer)
+
+    def _buffer(self, size_bytes: int) -> Any:
+        buffer = aligned_buffer(size_bytes)
+        with contextlib.suppress(ValueError):
+            self.register(buffer)
+        return buffer

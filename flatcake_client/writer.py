@@ -1,0 +1,299 @@
+"""A turn: what the engine computed, written layer by layer into the space the daemon reserved for it.
+
+    memory part   slots --gather--> arena                                     lands before write_layer returns
+    file part     slots --gather--> half of a window --write--> session file  writes go on while the next half is gathered
+
+Checksums (xxh3 a granule, 31 GB/s on one core) are taken from the gathered bytes, so they cover the way to the medium. Staging
+is held only while bytes move: a turn that waits for the engine's next layer holds none.
+
+- A write that fails is remembered; the turn then writes no more, and `commit` raises and tells the daemon to seal the file.
+- Writes are dropped when staging is short, never reads: their staging is apart.
+- The daemon may reuse a turn's space as soon as we commit or give up, so neither is said before all our writes rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatcake_client.keys import host_integers
+from flatcake_client.records import Grant, Part
+from flatcake_transport.checksum import granule_checksums
+from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
+from flatcake_transport.footer import CHECKSUM_NONE, CHECKSUM_XXH3
+from flatcake_transport.layout import SegmentLayout
+from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, PagedSpan, Slots, Transfer
+from flatcake_transport.paged import check_span
+from flatcake_transport.plan import WriteStep, plan_writes
+from flatcake_transport.space import SpaceSpec
+from flatcake_transport.window import OpenFile, StagingPool
+
+ABORT_TIMEOUT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteTools:
+    """What carries bytes from one device."""
+
+    files: Mover
+    memory: Mover
+    staging: StagingPool
+
+
+class TurnHome(Protocol):
+    """Where a turn is written to. Calls take a timeout in seconds and raise Unavailable."""
+
+    def layout_of(self, blocks: int) -> SegmentLayout: ...
+    def arena(self, timeout_s: float) -> NDArray[np.uint8]: ...
+    def files(self, turn_id: int, timeout_s: float) -> Mapping[int, OpenFile]: ...
+    def commit(self, turn_id: int, sums: Sequence[tuple[int, bytes]], timeout_s: float) -> bool: ...
+    def abort(self, turn_id: int, failure: str, timeout_s: float) -> None: ...
+    def when_rested(self, transfers: Sequence[Transfer], act: Callable[[], None]) -> None: ...
+    def ended(self, outcome: str) -> None: ...
+
+
+class Turn:
+    """One turn being written. Thread-safe; a context manager that aborts what was not committed.
+
+    Attributes:
+        blocks: the range of the chain that is to be stored: `write_layer` takes one slot for each. Blocks in it that are
+            stored already (see `parts`) are skipped. Empty: everything is stored.
+        parts: what is stored where, and why.
+        session: the name of the session, as given or as the daemon inferred it.
+    """
+
+    def __init__(
+        self,
+        home: TurnHome,
+        grant: Grant,
+        spec: SpaceSpec,
+        shard: int,
+        tools_of: Callable[[Any], WriteTools],
+        *,
+        checksums: bool,
+        timeout_s: float,
+        now_s: Callable[[], float] = time.monotonic,
+        guard: Callable[[], None] = lambda: None,
+        forked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`tools_of` gives the tools for a layer's source array; `timeout_s` bounds each call that is given no other."""
+        self._home, self._grant, self._spec, self._shard = home, grant, spec, shard
+        self._tools_of, self._timeout_s, self._now_s, self._guard = tools_of, timeout_s, now_s, guard
+        self._forked = forked
+        self._algorithm = CHECKSUM_XXH3 if checksums else CHECKSUM_NONE
+        self._lock = threading.RLock()
+        self._files: Mapping[int, OpenFile] = {}
+        self._layouts = [home.layout_of(part.blocks) for part in grant.parts]
+        self._written = np.zeros(spec.layers, np.bool_)
+        self._sums: list[list[bytes]] = [[b""] * spec.layers for _ in grant.parts]
+        self._transfers: list[Transfer] = []
+        self._failure: FlatCakeError | None = None
+        self._torn = False  # a write failed: the file's state is unknown
+        self._over = False
+        self.parts = grant.parts
+        self.session = grant.session
+        self.blocks = range(grant.parts[0].first_block, grant.parts[-1].first_block + grant.parts[-1].blocks) if (
+            grant.parts
+        ) else range(0)  # fmt: skip
+
+    def write_layer(self, layer: int, source: Any, slots: Any, timeout_s: float | None = None) -> None:
+        """Take one layer's blocks; the source may be changed when this returns. Layers in any order, each exactly once.
+
+        Args:
+            layer: of the caller's shard.
+            source: its paged KV: numpy or torch, first axis the slot, a slot holding `plane_bytes[layer]` bytes.
+            slots: one for each block of `blocks`.
+
+        Raises:
+            ValueError: a layer twice or unknown, shapes that do not fit, or the turn is over. Nothing else: a write that
+            fails is told by `commit`.
+        """
+        self._guard()
+        slot_array = np.ascontiguousarray(host_integers(slots, "slots"), np.int64)
+        with self._lock:
+            self._check_open()
+            if not 0 <= layer < self._spec.layers or self._written[layer]:
+                raise ValueError(f"layer {layer}: expected each of 0 to {self._spec.layers - 1} exactly once")
+            if len(slot_array) != len(self.blocks):
+                raise ValueError(
+                    f"{len(slot_array)} slots: expected one for each of the turn's {len(self.blocks)} blocks"
+                )
+            check_span(PagedSpan(source, slot_array, self._spec.plane_bytes[layer]))
+            self._written[layer] = True
+            deadline_s = self._now_s() + (self._timeout_s if timeout_s is None else timeout_s)
+            try:
+                self._harvest(0.0)
+                for index, part in enumerate(self.parts):
+                    if self._failure is None:
+                        start = part.first_block - self.blocks.start
+                        self._write(index, layer, source, slot_array[start : start + part.blocks], deadline_s)
+            except FlatCakeError as error:
+                self._failure = self._failure or error
+
+    def commit(self, timeout_s: float | None = None) -> bool:
+        """Have the turn persisted and published, when all layers were written and all writes have landed.
+
+        Returns:
+            Whether it is visible now: with several shards, only the last commit makes it so.
+
+        Raises:
+            ValueError: a layer was not written, or the turn is over.
+            Unavailable: a write failed, or it took too long; the turn is aborted, nothing of it is stored.
+        """
+        self._guard()
+        with self._lock:
+            self._check_open()
+            if not self._grant.turn_id:
+                self._end("stored")
+                return True
+            if not self._written.all():
+                raise ValueError(f"layers {np.flatnonzero(~self._written).tolist()} were not written")
+            deadline_s = self._now_s() + (self._timeout_s if timeout_s is None else timeout_s)
+            self._harvest(deadline_s - self._now_s())
+            if self._failure is None:
+                sums = [(self._algorithm, b"".join(layers)) for layers in self._sums]
+                try:
+                    visible = self._home.commit(self._grant.turn_id, sums, deadline_s - self._now_s())
+                except FlatCakeError as error:
+                    # Whether it arrived is unknown. If it did not, this gives the space back; if it did, it does nothing.
+                    self._failure = error
+                else:
+                    self._end("committed")
+                    return visible
+            failure = self._failure
+            self._give_up()
+            raise Unavailable(f"the turn was not stored: {failure}") from failure
+
+    def abort(self) -> None:
+        """Store nothing. Twice is fine, and so is after a commit. In a forked child it does nothing."""
+        if self._forked():
+            return
+        with self._lock:
+            if not self._over:
+                self._give_up()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.abort()
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise ValueError("the turn is over: committed or aborted")
+
+    def _end(self, outcome: str) -> None:
+        self._over = True
+        self._home.ended(outcome)
+
+    def _give_up(self) -> None:
+        self._over = True
+        failure = str(self._failure or "a write failed") if self._torn else ""
+
+        def give_back() -> None:
+            with contextlib.suppress(FlatCakeError):
+                if self._grant.turn_id:
+                    self._home.abort(self._grant.turn_id, failure, ABORT_TIMEOUT_S)
+            self._home.ended("failed" if self._failure else "aborted")
+
+        self._home.when_rested(self._transfers, give_back)
+
+    def _harvest(self, timeout_s: float) -> None:
+        """Look at the writes that have landed; with a timeout, wait for all."""
+        deadline_s = self._now_s() + timeout_s
+        moving = []
+        for transfer in self._transfers:
+            try:
+                if timeout_s > 0 or transfer.done():
+                    transfer.wait(max(0.0, deadline_s - self._now_s()))
+                else:
+                    moving.append(transfer)
+            except TimeoutError:
+                moving.append(transfer)
+                self._failure = self._failure or Unavailable("the turn's writes did not land in time")
+            except Unavailable as error:
+                self._failure = self._failure or error
+                self._torn = True
+        self._transfers = moving
+
+    def _write(self, index: int, layer: int, source: Any, slots: Slots, deadline_s: float) -> None:
+        part, layout = self.parts[index], self._layouts[index]
+        plane = self._shard * self._spec.layers + layer
+        tools = self._tools_of(source)
+        if part.file_id:
+            sums = self._write_file(part, layout, plane, tools, source, slots, deadline_s)
+            self._sums[index][layer] = sums.astype("<u8").tobytes() if self._algorithm else b""
+            return
+        plane_bytes = int(layout.plane_bytes[plane])
+        start = part.segment.offset + layout.chunk(plane, 0)
+        data = self._home.arena(deadline_s - self._now_s())[start : start + part.blocks * plane_bytes]
+        # Without a deadline: when this returns, nobody may still be reading the engine's memory.
+        tools.memory.submit([Move(PagedSpan(source, slots, plane_bytes), MemorySpan(data))]).wait()
+        if self._algorithm:
+            sums = granule_checksums(data, layout.granule_bytes(plane), self._algorithm)
+            self._sums[index][layer] = sums.astype("<u8").tobytes()
+
+    def _write_file(
+        self,
+        part: Part,
+        layout: SegmentLayout,
+        plane: int,
+        tools: WriteTools,
+        source: Any,
+        slots: Slots,
+        deadline_s: float,
+    ) -> NDArray[np.uint64]:
+        """Gather and write one plane, a half at a time; the last writes go on after this returns. Its checksums."""
+        if not self._files:
+            self._files = self._home.files(self._grant.turn_id, deadline_s - self._now_s())
+        file = self._files.get(part.file_id)
+        if file is None:
+            raise Unavailable(f"the daemon handed over no descriptor of file {part.file_id}")
+        steps = plan_writes(layout, plane, window_half_bytes=tools.staging.half_bytes)
+        plane_bytes = int(layout.plane_bytes[plane])
+        try:
+            window = tools.staging.open_window(deadline_s - self._now_s())
+        except Overloaded as error:
+            raise Unavailable(f"writes yielded to other traffic: {error}") from error
+        moving: list[Transfer | None] = [None, None]
+        sums: list[NDArray[np.uint64]] = []
+        try:
+            for number, step in enumerate(steps):
+                half = window.halves[number % 2]
+                self._await(moving[number % 2], deadline_s)
+                gathered = half[step.gather_offset : step.gather_offset + step.blocks * plane_bytes]
+                span = PagedSpan(source, slots[step.first_block : step.first_block + step.blocks], plane_bytes)
+                tools.memory.submit([Move(span, MemorySpan(gathered))]).wait()
+                aligned = half[step.source_offset : step.source_offset + step.size_bytes]
+                aligned[step.size_bytes - step.zero_bytes :] = 0
+                checked = half[step.checked_offset : step.checked_offset + step.checked_bytes]
+                sums.append(granule_checksums(checked, step.granule_bytes, self._algorithm))
+                moving[number % 2] = self._submit(tools.files, file, part, step, aligned)
+        finally:
+            window.close([transfer for transfer in moving if transfer is not None])
+        return np.concatenate(sums)
+
+    def _submit(self, files: Mover, file: OpenFile, part: Part, step: WriteStep, data: Any) -> Transfer:
+        target = FileSpan(file.fd, part.file_offset + step.offset, step.size_bytes, file.direct)
+        transfer = files.submit([Move(MemorySpan(data), target)])
+        self._transfers.append(transfer)
+        return transfer
+
+    def _await(self, transfer: Transfer | None, deadline_s: float) -> None:
+        if transfer is None:
+            return
+        try:
+            transfer.wait(max(0.0, deadline_s - self._now_s()))
+        except TimeoutError as error:
+            raise Unavailable("a write did not land in time") from error
+        except Unavailable:
+            self._torn = True
+            raise
