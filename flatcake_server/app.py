@@ -129,7 +129,9 @@ class Node:
             self.disks,
             self.numbers,
             Policy(config.agent_context_tokens, config.short_reply_tokens),
-            Bounds(config.spaces_max, config.open_turns_max, config.index_blocks_max, config.lease_ttl),
+            Bounds(
+                config.spaces_max, config.open_turns_max, config.index_blocks_max, config.sessions_max, config.lease_ttl
+            ),
         )
         mode = int(config.socket_mode, 8)
         self.handover = Handover(self.store, self.arena, config.handover_path, mode, config.clients_max)

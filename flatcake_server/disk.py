@@ -86,15 +86,21 @@ class Disk:
             self._files = None
             raise
 
+    def admit(self) -> None:
+        """Ask before work that a client began; what finishes or frees is never turned away.
+
+        Raises: Overloaded: too much waits for this path.
+        """
+        if self._queued >= self._queue_max:
+            raise Overloaded(f"SSD path {self.path} has {self._queued} operations waiting, disk_queue_max is reached")
+
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
         """Do blocking work of this path in one of its threads.
 
-        Raises: Unavailable: the path is out of service. Overloaded: too much waits for it. What `work` raises.
+        Raises: Unavailable: the path is out of service. What `work` raises.
         """
         if self.failure:
             raise Unavailable(f"SSD path {self.path} is out of service: {self.failure}")
-        if self._queued >= self._queue_max:
-            raise Overloaded(f"SSD path {self.path} has {self._queued} operations waiting")
         self._queued += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

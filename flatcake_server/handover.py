@@ -145,6 +145,7 @@ async def _opened(
     fds: list[int] = []
     try:
         for file_id in ids:
+            files[file_id].admit()
             fds.append(await files[file_id].run(opener(files[file_id]), file_id))
     except BaseException:
         for fd in fds:

@@ -178,6 +178,7 @@ class Reserver:
         return max(alive, key=lambda disk: disk.free_bytes)
 
     async def _create(self, disk: Disk, size_bytes: int) -> SessionFile:
+        disk.admit()
         await self._retirement.make_room(disk, size_bytes)
         base = self._ssd_range.allocate(size_bytes)
         if base is None:

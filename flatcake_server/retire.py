@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from typing import Final
 
 from flatcake_server.catalog import MEMORY_POOL, Catalog, Session, SessionFile
 from flatcake_server.disk import Disk
@@ -23,6 +24,9 @@ from flatcake_transport.errors import FlatCakeError, Overloaded
 from flatcake_transport.layout import align_up
 
 log = logging.getLogger(__name__)
+
+# Dropped together when there are as many sessions as there may be: the table is then full once in so many turns.
+SESSIONS_AT_ONCE: Final = 64
 
 
 class Retirement:
@@ -70,6 +74,9 @@ class Retirement:
         async with disk.room:
             while need := reclaim_need(disk.used_bytes, size_bytes, disk.quota_bytes, high, low):
                 victims = self._catalog.order.victims(disk.pool, need, self.busy)
+                freed = sum(self._catalog.sessions[SessionNo(victim)].file_bytes for victim in victims)
+                if not victims or disk.free_bytes + freed < size_bytes:
+                    break  # dropping what may go would not make it fit: then nothing is dropped
                 before = disk.used_bytes
                 await self._drop_all(disk.pool, victims)
                 if disk.used_bytes >= before:
@@ -80,9 +87,20 @@ class Retirement:
                     "needed, and the rest is being read or written"
                 )
 
+    async def make_session_room(self, sessions_max: int) -> None:
+        """Have room for one more session in the tables: drop some of the pool that has most."""
+        if len(self._catalog) < sessions_max:
+            return
+        order = self._catalog.order
+        pool = max((MEMORY_POOL, *self._disks), key=order.sessions_in)
+        some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
+        await self._drop_all(pool, order.victims(pool, max(1, some), self.busy))
+
     async def make_memory_room(self, size_bytes: int) -> None:
         """Drop memory sessions down to the low watermark if `size_bytes` more would cross the high one."""
         high, low = self._watermarks[Medium.MEMORY]
+        if size_bytes > self._memory_quota:
+            return
         async with self._memory_room:
             need = reclaim_need(self._memory.used_bytes, size_bytes, self._memory_quota, high, low)
             if need:
@@ -119,6 +137,9 @@ class Retirement:
             try:
                 ssd = [segment.generation for segment in segments if segment.address.medium is Medium.SSD]
                 await disk.run(disk.journal.drop, session.session_no, [file.file_id for file in files], ssd)
+            except Overloaded as error:
+                # The disk is full of somebody else's bytes. Without its files a session is forgotten at the next start.
+                log.warning("%s: the journal cannot note that %s is dropped: %s", disk.path, session.name, error)
             except FlatCakeError as error:
                 self.fail_disk(disk, f"its journal cannot be written: {error}")
                 return

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -37,6 +38,11 @@ from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.space import Fingerprint, SpaceSpec
 
 log = logging.getLogger(__name__)
+
+
+# Looking for idle sessions walks all of them: often enough to be punctual, seldom enough to cost nothing.
+TRIMS_A_PERIOD: Final = 10
+TRIM_PAUSE_S_MAX: Final = 60.0
 
 
 class UnknownSpace(LookupError):
@@ -74,6 +80,7 @@ class Bounds:
     spaces_max: int
     open_turns_max: int
     index_blocks_max: int
+    sessions_max: int
     lease_ttl_s: float
 
 
@@ -113,6 +120,7 @@ class Store:
         self._now_s = now_s
         self._wall_s = wall_s
         self._reserved_blocks = 0
+        self._next_trim_s = 0.0
         self._files_of_lease: dict[int, dict[FileId, Disk]] = {}
 
     # -- clients and spaces ----------------------------------------------------------------------------------------
@@ -254,6 +262,7 @@ class Store:
             raise self._refused(Overloaded(f"{len(self.turns)} turns are being written, open_turns_max is reached"))
         if len(self.catalog.index) + self._reserved_blocks + blocks > self._bounds.index_blocks_max:
             raise self._refused(Overloaded(f"{len(self.catalog.index)} blocks are stored, index_blocks_max is reached"))
+        await self.retirement.make_session_room(self._bounds.sessions_max)
         session = self._session_of_turn(spec, fingerprint, request, int(np.argmax(missing)))
         turn_no = request.turn or session.turns + 1
         context_tokens = request.context_tokens or len(request.keys) * spec.block_tokens
@@ -405,4 +414,6 @@ class Store:
                 if turn.waited_s > self._bounds.lease_ttl_s:
                     await self._fail_shard(turn, -1, "a shard never came")
         await self.retirement.tick()
-        await self.retirement.trim_idle(self._wall_s() - trim_after_s)
+        if now_s >= self._next_trim_s:
+            self._next_trim_s = now_s + min(trim_after_s / TRIMS_A_PERIOD, TRIM_PAUSE_S_MAX)
+            await self.retirement.trim_idle(self._wall_s() - trim_after_s)
