@@ -8,7 +8,9 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(shell command -v $(p))))
+# The first that really runs (a version manager's shim may not) and is of a version that FlatCake supports.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { command -v $$p; break; }; done)
 PROTOS := flatcake_proto/v1/store.proto flatcake_proto/v1/admin.proto
 TYPED := flatcake_server flatcake_client transport/flatcake_transport bench
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -19,8 +21,7 @@ help:  ## this list
 # Made again when the dependencies change. The interpreter's venv module may come without pip (Debian's python3 without
 # python3-venv); then pip itself, where there is one, brings virtualenv.
 $(VENV)/.stamp: pyproject.toml constraints.txt
-	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
-	  || { echo "make: needs Python 3.11 to 3.13, found '$(PYTHON)': install one, or make PYTHON=/path/to/python" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 to 3.13: install one, or make PYTHON=/path/to/python" >&2; exit 1; }
 	@test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV) 2>/dev/null || { rm -rf $(VENV) \
 	  && "$(PYTHON)" -m pip install --quiet --target build/virtualenv virtualenv \
 	  && PYTHONPATH=build/virtualenv "$(PYTHON)" -m virtualenv --quiet $(VENV); } \
