@@ -22,7 +22,7 @@ help:  ## this list
 # python3-venv); then pip itself, where there is one, brings virtualenv.
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 to 3.13: install one, or make PYTHON=/path/to/python" >&2; exit 1; }
-	@test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV) 2>/dev/null || { rm -rf $(VENV) \
+	@test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV) \
 	  && "$(PYTHON)" -m pip install --quiet --target build/virtualenv virtualenv \
 	  && PYTHONPATH=build/virtualenv "$(PYTHON)" -m virtualenv --quiet $(VENV); } \
 	  || { echo "make: cannot make $(VENV): install python3-venv" >&2; exit 1; }
