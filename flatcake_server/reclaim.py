@@ -149,6 +149,15 @@ class ReclaimOrder:
         held = self._pools.get(pool)
         return held.total_bytes if held else 0
 
+    def sessions_in(self, pool: int) -> int:
+        """How many sessions have bytes in the pool."""
+        held = self._pools.get(pool)
+        return len(held.size_of) if held else 0
+
+    def dependents(self, session: int) -> int:
+        """How many sessions `session` may not go before. Raises: ValueError: unknown."""
+        return len(self._known(session).dependents)
+
     def sessions(self) -> list[int]:
         """All sessions, least recently used first."""
         return sorted(self._sessions, key=lambda session: self._sessions[session].stamp)
