@@ -21,7 +21,7 @@ from flatcake_server.journal import JournalImage
 from flatcake_server.records import FileId, FileRecord, Generation, SegmentRecord, SessionNo, SessionRecord
 from flatcake_server.reserve import SHARED_PREFIX
 from flatcake_transport.address import Address, Medium
-from flatcake_transport.errors import FlatCakeError, Unavailable
+from flatcake_transport.errors import Corrupt, FlatCakeError, Unavailable
 from flatcake_transport.layout import align_up
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ def plan_adoption(image: JournalImage, on_disk: Mapping[FileId, int]) -> Adoptio
         on_disk: bytes of each session file that is there.
     """
     plan = Adoption()
-    files = {file.file_id: file for file in image.files}
-    sessions = {session.session_no: session for session in image.sessions}
+    files, sessions = image.files, image.sessions
     end_of: dict[FileId, int] = {}
     for segment in image.segments:
         file, session = files.get(segment.file_id), sessions.get(segment.session_no)
@@ -60,7 +59,7 @@ def plan_adoption(image: JournalImage, on_disk: Mapping[FileId, int]) -> Adoptio
             continue
         plan.segments[segment.session_no].append(segment)
         end_of[file.file_id] = max(end_of.get(file.file_id, 0), segment.end_offset)
-    for file in image.files:
+    for file in image.files.values():
         if file.file_id not in end_of:
             plan.lost_files.append(file.file_id)
             continue
@@ -69,7 +68,7 @@ def plan_adoption(image: JournalImage, on_disk: Mapping[FileId, int]) -> Adoptio
         plan.files[file.session_no].append(kept)
         if on_disk[file.file_id] != kept.size_bytes or file.size_bytes != kept.size_bytes:
             plan.cut.append(kept)
-    for session in image.sessions:
+    for session in image.sessions.values():
         if plan.segments.get(session.session_no):
             plan.sessions.append(session)
         else:
@@ -84,6 +83,11 @@ def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: 
     Raises: Unavailable, Overloaded, Corrupt: the path cannot be used.
     """
     on_disk = disk.files.list()
+    if image.fresh and on_disk:
+        raise Corrupt(
+            f"{disk.path} has {len(on_disk)} session files, but its journal is gone: "
+            f"run `flatcake check --rebuild --ssd-paths {disk.path}`, or empty the directory to start anew"
+        )
     plan = plan_adoption(image, on_disk)
     if plan.lost_segments or plan.lost_sessions or plan.lost_files:
         log.warning(
@@ -93,8 +97,10 @@ def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: 
         for session_no in plan.lost_sessions:
             disk.journal.drop(session_no, [], [])
     _cut(disk, plan, on_disk)
-    for file in _take_range(plan, ssd_range):
-        disk.journal.put_file(file)
+    _take_range(plan, ssd_range)
+    changed = [file for files in plan.files.values() for file in files if file != image.files[file.file_id]]
+    if changed:
+        disk.journal.put_file(*changed)
     _delete_orphans(disk, plan, on_disk, ssd_range)
     sessions = [_session(record, plan, image, disk.pool, node_id) for record in plan.sessions]
     disk.files_bytes = sum(session.file_bytes for session in sessions)
@@ -105,20 +111,17 @@ def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: 
 def _cut(disk: Disk, plan: Adoption, on_disk: Mapping[FileId, int]) -> None:
     """Cut files to what is committed in them. One that cannot be cut keeps its length, which counts as reserved."""
     for file in plan.cut:
-        disk.journal.put_file(file)
         try:
             disk.files.truncate(file.file_id, file.size_bytes)
         except Unavailable as error:
             log.warning("session file %x on %s keeps its unused tail: %s", file.file_id, disk.path, error)
             whole = replace(file, size_bytes=on_disk[file.file_id])
-            disk.journal.put_file(whole)
             files = plan.files[file.session_no]
             files[files.index(file)] = whole
 
 
-def _take_range(plan: Adoption, ssd_range: ExtentAllocator) -> list[FileRecord]:
+def _take_range(plan: Adoption, ssd_range: ExtentAllocator) -> None:
     """Take each file's extent of the address range; one that is taken (a disk came from another node) moves."""
-    moved = []
     for files in plan.files.values():
         for at, file in enumerate(files):
             try:
@@ -127,8 +130,6 @@ def _take_range(plan: Adoption, ssd_range: ExtentAllocator) -> list[FileRecord]:
                 base = ssd_range.allocate(file.size_bytes)
                 assert base is not None, "256 TiB of addresses are used up"
                 files[at] = replace(file, base=base)
-                moved.append(files[at])
-    return moved
 
 
 def _delete_orphans(disk: Disk, plan: Adoption, on_disk: Mapping[FileId, int], ssd_range: ExtentAllocator) -> None:

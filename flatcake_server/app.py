@@ -199,7 +199,7 @@ class Node:
         for disk in self.disks.values():
             try:
                 disk.open()
-                image = disk.journal.load()
+                image = disk.journal.load(self.config.node_id)
                 sessions += adopt(disk, image, self.ssd_range, self.config.node_id)
             except PathInUse:
                 raise
@@ -208,7 +208,7 @@ class Node:
                     raise
                 # One of several: a dead disk costs its own sessions only.
                 disk.failure = str(error)
-                log.error("SSD path %s is out of service: %s", disk.path, error)  # noqa: TRY400
+                log.error("SSD path %s is out of service: %s", disk.path, error)
                 continue
             self.numbers.session_no = max(self.numbers.session_no, image.next_session_no)
             self.numbers.file_id = max(self.numbers.file_id, image.next_file_id)

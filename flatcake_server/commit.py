@@ -144,10 +144,7 @@ class Committer:
             await self._retirement.seal(session, file)
             raise
         try:
-            await disk.run(disk.journal.commit, *records, [segment], {session.fingerprint: session.spec})
-        except Overloaded:  # the disk is full of somebody else's bytes
-            session.turns, file.written_bytes = before
-            raise
+            await disk.run(disk.journal.commit, *records, [segment], {session.fingerprint: session.spec}, self._sync)
         except FlatCakeError as error:
             session.turns, file.written_bytes = before
             self._retirement.fail_disk(disk, f"its journal cannot be written: {error}")

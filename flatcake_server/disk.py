@@ -20,6 +20,7 @@ from typing import Final, TypeVar
 
 from flatcake_server.catalog import SessionFile
 from flatcake_server.journal import Journal
+from flatcake_server.records import FileId
 from flatcake_server.session import SessionFiles
 from flatcake_transport.errors import Overloaded, Unavailable
 
@@ -106,6 +107,11 @@ class Disk:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         finally:
             self._queued -= 1
+
+    def make_file(self, file_id: FileId, size_bytes: int) -> None:
+        """Pre-allocate a file under an id that no crash lets anybody use again. Blocks; raises as both steps do."""
+        self.journal.cover(file_id=file_id)
+        self.files.create(file_id, size_bytes)
 
     def close(self) -> None:
         """Wait for what is under way, then let go of the path. Twice is fine."""

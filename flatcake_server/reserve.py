@@ -186,7 +186,7 @@ class Reserver:
         file = SessionFile(self._numbers.next_file_id(), base, size_bytes, size_bytes)
         disk.creating[base] = size_bytes  # counted before it is taken: the quota holds at every instant
         try:
-            await disk.run(disk.files.create, file.file_id, size_bytes)
+            await disk.run(disk.make_file, file.file_id, size_bytes)
         except BaseException as error:
             self._ssd_range.free(base, disk.creating.pop(base))
             if isinstance(error, Unavailable):

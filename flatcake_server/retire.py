@@ -137,9 +137,6 @@ class Retirement:
             try:
                 ssd = [segment.generation for segment in segments if segment.address.medium is Medium.SSD]
                 await disk.run(disk.journal.drop, session.session_no, [file.file_id for file in files], ssd)
-            except Overloaded as error:
-                # The disk is full of somebody else's bytes. Without its files a session is forgotten at the next start.
-                log.warning("%s: the journal cannot note that %s is dropped: %s", disk.path, session.name, error)
             except FlatCakeError as error:
                 self.fail_disk(disk, f"its journal cannot be written: {error}")
                 return
