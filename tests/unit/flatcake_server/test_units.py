@@ -62,7 +62,7 @@ def test_durations(text, seconds):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "s", "5 parsecs", "1h30", "-5s", -1, None, False, "5m x", float("inf"), float("nan")]
+    "text", ["", "s", "5 parsecs", "1h30", "5 30s", "-5s", -1, None, False, "5m x", float("inf"), float("nan")]
 )
 def test_what_is_no_duration_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="30s"):
