@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from flatcake_server.catalog import Session, SessionFile
 from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
-from flatcake_server.journal import JournalImage
+from flatcake_server.journal_records import JournalImage
 from flatcake_server.records import FileId, FileRecord, Generation, SegmentRecord, SessionNo, SessionRecord
 from flatcake_server.reserve import SHARED_PREFIX
 from flatcake_transport.address import Address, Medium
