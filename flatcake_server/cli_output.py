@@ -69,7 +69,7 @@ def endpoint_or_default(endpoint: str | None, environ: Mapping[str, str] | None 
 def cell(name: str, value: Any) -> str:
     """One value for people; `name` says its unit."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {cell(name, item)}" for key, item in value.items()) or "-"
+        return ", ".join(f"{key} {cell(f'{name}/{key}', item)}" for key, item in value.items()) or "-"
     if isinstance(value, list | tuple):
         return ", ".join(cell(name, item) for item in value) or "-"
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -78,7 +78,7 @@ def cell(name: str, value: Any) -> str:
 
 
 def _number(name: str, value: float) -> str:
-    if "_bytes" in name or name == "bytes":
+    if "bytes" in name:
         return approximate_size(value)
     if name.endswith("_s"):
         return _age(time.time() - value) + " ago" if value > _WALL_CLOCK_S else _age(value)
@@ -100,9 +100,11 @@ def _heading(name: str) -> str:
     return name.replace("_", " ")
 
 
-def rows_table(title: str, rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None) -> Table:
+def rows_table(title: str, rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None) -> Table | str:
     """One line a row. Without `columns`, those of the first row."""
-    names = list(columns) if columns is not None else list(rows[0]) if rows else []
+    if not rows:
+        return f"{title}: none"
+    names = list(columns) if columns is not None else list(rows[0])
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for name in names:
         number = any(isinstance(row.get(name), int | float) for row in rows)

@@ -104,7 +104,7 @@ def list_sessions(
     if json:
         print_json(rows)
     else:
-        console().print(rows_table(f"{len(rows)} sessions", rows))
+        console().print(rows_table("sessions", rows))
 
 
 @sessions_app.command("show")

@@ -116,11 +116,18 @@ def test_tables_show_units_and_leave_markup_alone(flatcake, admin):
     assert "ssd@0+0x1000" in flatcake("sessions", "show", "agent-3")[1]
 
 
+def test_nothing_stored_is_said_in_words(flatcake, admin, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SESSIONS", [])
+    assert flatcake("sessions") == (0, "sessions: none\n", "")
+    assert json.loads(flatcake("sessions", "--json")[1]) == []
+
+
 def test_status_says_on_stderr_which_disk_is_out(flatcake, admin):
     code, out, err = flatcake("status")
     assert code == 0
     assert "/mnt/a/b is out of service: disk died" in err
     assert "1,001" in out
+    assert "bytes 1 KiB" in out or "bytes 1.00 KiB" in out  # the index, a document in the document
 
 
 def test_arguments_reach_the_daemon(flatcake, admin):
