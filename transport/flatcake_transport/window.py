@@ -39,7 +39,8 @@ _LINGER_POLL_S: Final = 0.01  # how often a waiter looks whether an abandoned tr
 
 def aligned_buffer(size_bytes: int) -> NDArray[np.uint8]:
     """Host memory on a 2 MiB border, on huge pages where there are some, every page touched. Freed with its last view."""
-    mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES)
+    # Private: shared anonymous memory is shmem, which gets huge pages only where the administrator enabled them for it.
+    mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = np.frombuffer(mapping, np.uint8)
     start = -whole.ctypes.data % HUGE_PAGE_BYTES
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages: small pages do

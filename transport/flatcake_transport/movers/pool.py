@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from flatcake_transport.errors import FlatCakeError, Unavailable
@@ -81,6 +82,42 @@ class Batch:
             raise Unavailable(f"bytes could not be moved: {error}") from error
         if error is not None:
             raise error
+
+
+class ByteGate:
+    """Bounds the bytes in flight, first come first served. Thread-safe.
+
+    Without it all of two batches would be in flight at once and land together, and the device would idle while both are
+    used; with it the first batch lands while the second is behind it.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = self._free = bytes_max
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[int, threading.Lock]] = deque()
+
+    def enter(self, size_bytes: int) -> None:
+        """Wait for room. What is larger than the bound passes alone."""
+        with self._lock:
+            if not self._waiting and self._fits(size_bytes):
+                self._free -= size_bytes
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append((size_bytes, turn))
+        turn.acquire()  # `leave` gives our bytes and releases it
+
+    def leave(self, size_bytes: int) -> None:
+        """Give back what `enter` took, and let in those it holds up."""
+        with self._lock:
+            self._free += size_bytes
+            while self._waiting and self._fits(self._waiting[0][0]):
+                size_bytes, turn = self._waiting.popleft()
+                self._free -= size_bytes
+                turn.release()
+
+    def _fits(self, size_bytes: int) -> bool:
+        return size_bytes <= self._free or self._free == self._bytes_max
 
 
 class Workers:

@@ -2,9 +2,12 @@
 
     file span <-> memory span (host: numpy or CPU tensor)
 
-With O_DIRECT the kernel pins the buffer, cuts the request into bios and submits them all, so one large read keeps a device
-queue busy by itself; a few requests in flight bridge the time between the end of one and the start of the next. Moves are cut
-into commands of `command_bytes_max`, shared by the threads through one iterator.
+With O_DIRECT the kernel pins the buffer, cuts the command into bios and submits them all before it waits, so one large
+command keeps the device's queue full by itself; a second bridges the time between the end of one and the start of the next.
+So large moves are cut into commands of at most `command_bytes_max`, and `in_flight_bytes_max` bounds how much is under way:
+16 threads are for small reads. Measured on a 2-core virtual disk, restore of 1 GiB through halves of 32 MiB, raw 3.16 GB/s:
+all in flight at once 2.4 (both halves land together, then the disk idles while they are scattered), bounded 3.0.
+Buffers on huge pages doubled the rate (raw too): pinning and bios by 2 MiB instead of 4 KiB.
 
 Faults it survives, each of them tested in tests/fault:
     EINTR                    the command is repeated
@@ -27,11 +30,12 @@ from typing import Any, Final
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.layout import ALIGN_BYTES
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, MoverStats, Region
-from flatcake_transport.movers.pool import Batch, Task, Workers
+from flatcake_transport.movers.pool import Batch, ByteGate, Task, Workers
 from flatcake_transport.paged import Bytes, contiguous_bytes
 
 THREADS: Final = 16
-COMMAND_BYTES_MAX: Final = 4 << 20
+COMMAND_BYTES_MAX: Final = 8 << 20
+IN_FLIGHT_BYTES_MAX: Final = 32 << 20  # one window half: the other one queues behind it
 FALLBACK_BUFFERED: Final = "EINVAL: buffered"
 
 
@@ -41,15 +45,23 @@ class PosixMover:
     Args:
         threads: commands in flight at most.
         command_bytes_max: a multiple of 4 KiB; larger moves become several commands.
+        in_flight_bytes_max: of all commands under way; a single larger one passes alone.
     """
 
-    def __init__(self, *, threads: int = THREADS, command_bytes_max: int = COMMAND_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        *,
+        threads: int = THREADS,
+        command_bytes_max: int = COMMAND_BYTES_MAX,
+        in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
+    ) -> None:
         """Raises: ValueError: no threads, or commands that are not whole pages."""
         if threads < 1 or command_bytes_max < ALIGN_BYTES or command_bytes_max % ALIGN_BYTES:
             raise ValueError(f"{threads} threads and commands of {command_bytes_max} bytes: expected 1 and whole 4 KiB")
         self._command_bytes_max = command_bytes_max
         self._workers = Workers("posix", threads)
         self._threads = threads
+        self._gate = ByteGate(in_flight_bytes_max)
         self._lock = threading.Lock()
         self._moves = self._commands = self._direct = self._bytes = self._failures = 0
         self._fallbacks: dict[str, int] = {}
@@ -104,6 +116,7 @@ class PosixMover:
     def _transfer(self, command: Any, fd: int, offset: int, memory: Bytes, direct: bool) -> None:
         """Move all of `memory`, by as many commands as it takes."""
         moved = commands = 0
+        self._gate.enter(len(memory))
         try:
             while moved < len(memory):
                 commands += 1
@@ -122,6 +135,7 @@ class PosixMover:
                     break
                 moved += count
         finally:
+            self._gate.leave(len(memory))
             with self._lock:
                 self._commands += commands
                 self._direct += commands if direct else 0
