@@ -54,7 +54,7 @@ bench: $(VENV)/.stamp  ## every figure, a table each
 check: $(VENV)/.stamp  ## style, types, who imports whom, generated code
 	ruff check .
 	ruff format --check .
-	mypy $(TYPED)
+	MYPYPATH=bench mypy $(TYPED)
 	lint-imports
 	$(MAKE) --no-print-directory proto-check
 
