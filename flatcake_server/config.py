@@ -4,8 +4,8 @@
 the hello, so two nodes that differ refuse each other instead of misreading bytes. Both are frozen: a running daemon's
 configuration never changes.
 
-Each option is declared once, here, with its unit, its reason and its default; the flags of `flatcake serve`,
-`deploy/flatcake.toml` and the table in the documentation are made from this declaration. What is wrong is refused at
+Each option is declared once, here, with its unit, its reason and its default; the flags of `flatcake serve` and
+`deploy/flatcake.toml` are made from this declaration. What is wrong is refused at
 start, in one line that says what to do; nothing is ignored.
 """
 
