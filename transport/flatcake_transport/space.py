@@ -25,7 +25,7 @@ PLANE_BYTES_MAX: Final = 1 << 30
 class SpaceSpec:
     """What a space is. `plane_bytes[l]` is what one block has in layer l of one tensor-parallel shard; sizes may differ.
 
-    Raises: ValueError: an empty model or dtype, block_tokens or shards below 1, no planes, a plane of 0 bytes.
+    Raises: ValueError: a field of a wrong type, an empty model or dtype, block_tokens or shards below 1, no planes, a plane of 0 bytes.
     """
 
     model: str
@@ -37,12 +37,18 @@ class SpaceSpec:
     layout: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("model", "dtype", "weights", "layout"):
+            # Specs are also read from disk and wire, so types are checked: a wrong one is no spec, never a crash.
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"the {name} of a space is text, not {getattr(self, name)!r}")
+            if len(getattr(self, name).encode()) > NAME_BYTES_MAX:
+                raise ValueError(f"the {name} of a space has at most {NAME_BYTES_MAX} bytes")
         for name in ("model", "dtype"):
             if not getattr(self, name):
                 raise ValueError(f"a space needs a {name}")
-        for name in ("model", "dtype", "weights", "layout"):
-            if len(getattr(self, name).encode()) > NAME_BYTES_MAX:
-                raise ValueError(f"the {name} of a space has at most {NAME_BYTES_MAX} bytes")
+        for number in (self.block_tokens, self.shards, *self.plane_bytes):
+            if type(number) is not int:
+                raise ValueError(f"sizes and counts of a space are integers, not {number!r}")
         if not 1 <= self.block_tokens <= 1 << 20:
             raise ValueError(f"block_tokens is {self.block_tokens}: expected 1 to {1 << 20}")
         if not 1 <= self.shards <= SHARDS_MAX:
