@@ -17,12 +17,11 @@ is no longer known here); another process that has it open (`Unavailable`); a da
 (`Corrupt`: what the files say themselves is read back by `flatcake check --rebuild`). A damaged log ends recovery
 there: later commits are forgotten.
 
-Thread-safe. Errors of RocksDB arrive as bare `Exception`s with text and are translated in `_rocks_errors` only.
+Thread-safe. Errors of RocksDB arrive as bare `Exception`s with text and are translated in `_RocksErrors` only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -30,6 +29,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
 from rocksdict import (
@@ -69,6 +69,7 @@ from flatcake_server.records import FileId, FileRecord, Generation, SegmentRecor
 from flatcake_transport.errors import Corrupt, FlatCakeError, Unavailable
 from flatcake_transport.space import Fingerprint, SpaceSpec
 
+JOURNAL_NAME: Final = "journal"  # below the SSD path
 # Ids below a mark may have been used. A step costs one synced write; a restart skips what is left of it, of 2^64.
 MARK_STEP: Final = 1 << 16
 
@@ -196,7 +197,7 @@ class RocksRecords:
             path = self._shadowed(path)
             access = AccessType.read_only(False)
         try:
-            with _rocks_errors(f"the journal {self._path} cannot be opened", opening=True):
+            with _RocksErrors(f"the journal {self._path} cannot be opened", opening=True):
                 self._db = Rdict(str(path), _options(), access_type=access)
         except BaseException:
             self._drop_shadow()
@@ -209,7 +210,7 @@ class RocksRecords:
         options.set_iterate_upper_bound(bytes((prefix[0] + 1,)))
         options.set_readahead_size(_READAHEAD_BYTES)
         key: Any = prefix
-        with _rocks_errors(f"the journal {self._path} cannot be read"):
+        with _RocksErrors(f"the journal {self._path} cannot be read"):
             for key, value in self._db.items(from_key=prefix, read_opt=options):
                 yield key, value
             # That iterator ends at a damaged block as at the end. So look once more, where it ended, with one that tells.
@@ -228,7 +229,7 @@ class RocksRecords:
             batch.put(key, value)
         for key in deletes:
             batch.delete(key)
-        with _rocks_errors(f"the journal {self._path} cannot be written"):
+        with _RocksErrors(f"the journal {self._path} cannot be written"):
             if sync:
                 self._db.write(batch, self._synced)
                 self._db.flush()
@@ -236,7 +237,7 @@ class RocksRecords:
                 self._db.write(batch)
 
     def close(self) -> None:
-        with _rocks_errors(f"the journal {self._path} cannot be closed"):
+        with _RocksErrors(f"the journal {self._path} cannot be closed"):
             self._db.close()
         self._drop_shadow()
 
@@ -325,17 +326,25 @@ def _options() -> Options:
     return options
 
 
-@contextlib.contextmanager
-def _rocks_errors(what: str, *, opening: bool = False) -> Iterator[None]:
-    """Rocksdict raises `Exception` itself, and its text is all there is to tell a damaged database from a failing disk."""
-    try:
-        yield
-    except FlatCakeError:
-        raise
-    except Exception as error:
+class _RocksErrors:
+    """Translates in a `with`: rocksdict raises `Exception` itself, and its text tells a damaged database from a failing disk."""
+
+    def __init__(self, what: str, *, opening: bool = False) -> None:
+        self._what = what
+        self._opening = opening
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, FlatCakeError):
+            return
         text = str(error)
-        # "IO error: No such file" on opening is a table or manifest that the database counts on.
-        damaged = not text.startswith("IO error") if opening else text.startswith("Corruption")
-        if damaged or (opening and "No such file" in text):
-            raise Corrupt(f"{what}: {text}; {ADVICE}") from error
-        raise Unavailable(f"{what}: {text}") from error
+        # On opening, a file that is not there is a table or manifest that the database counts on.
+        missing = self._opening and "No such file" in text
+        damaged = not text.startswith("IO error") if self._opening else text.startswith("Corruption")
+        if damaged or missing:
+            raise Corrupt(f"{self._what}: {text}; {ADVICE}") from error
+        raise Unavailable(f"{self._what}: {text}") from error
