@@ -100,6 +100,7 @@ class Client:
         self._connection: Connection | None = None
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._greet_after_s = 0.0
+        self._greet_error = ""
         self._reachable = True  # whether the last log line said so
         self._closed = False
         self.timeout_s = timeout_s
@@ -247,7 +248,7 @@ class Client:
             if connection is not None:
                 connection.retire()
             if time.monotonic() < self._greet_after_s:
-                raise Unavailable("the daemon could not be greeted lately")
+                raise Unavailable(f"the daemon is greeted again in a moment: {self._greet_error}")
             self._connection = self._greet(deadline_s)
             return self._connection
         finally:
@@ -258,8 +259,9 @@ class Client:
             welcome = self._rpc.hello(self._name, deadline_s - time.monotonic())
             try:
                 connection = Connection(self._rpc, welcome, deadline_s - time.monotonic())
-            except Unavailable:
+            except Unavailable as error:
                 # The daemon now knows a client that will not come: do not make it many of them.
+                self._greet_error = str(error)
                 self._greet_after_s = time.monotonic() + GREET_PAUSE_S
                 raise
         except ValueError as error:  # another protocol: nothing an engine could do about

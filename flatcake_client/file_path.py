@@ -132,7 +132,7 @@ class FilePath:
 
     def _open(self, timeout_s: float, staging_timeout_s: float) -> bool:
         """Plan what is still wanted and start reading it. False: not now, or nothing is left to read."""
-        self._runs = [run for run in self._runs if self._progress.wanted(run.position, 1)]
+        self._drop_cut()
         if not self._files and self._runs:
             try:
                 self._files = self._files_of(timeout_s)
@@ -141,15 +141,14 @@ class FilePath:
         for placed in self._runs:
             if placed.run.file_id not in self._files or placed.footer_bytes < 0:
                 self._progress.cut(placed.position, Unavailable(f"no descriptor of the file of {placed.run.segment}"))
-        self._runs = [run for run in self._runs if self._progress.wanted(run.position, 1)]
-        if not self._runs:
-            self.layers_done = self._progress.layers
+        if not self._drop_cut():
             return False
         try:
             window = self._staging.open_window(staging_timeout_s)
         except Overloaded:
             return False
-        if self._verifier is not None and not self._learn(self._verifier, window, timeout_s):
+        in_time = self._verifier is None or self._learn(self._verifier, window, timeout_s)
+        if not in_time or not self._drop_cut():
             window.close(self.moving())
             return False
         self._stream = self._streaming(window)
@@ -257,7 +256,14 @@ class FilePath:
                 self._progress.cut(placed.position, error)
             except TimeoutError:
                 return False
-        return not self._progress.over
+        return True
+
+    def _drop_cut(self) -> bool:
+        """Forget runs of which nothing is wanted any more. False: none is left, so there is nothing to wait for."""
+        self._runs = [run for run in self._runs if self._progress.wanted(run.position, 1)]
+        if not self._runs:
+            self.layers_done = self._progress.layers
+        return bool(self._runs)
 
     def _read(self, file_id: int, offset: int, buffer: Any, timeout_s: float) -> None:
         """One read, now. Raises: Unavailable, TimeoutError."""

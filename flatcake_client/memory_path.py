@@ -68,7 +68,7 @@ class MemoryPath:
         arena: Callable[[float], NDArray[np.uint8]],
         verifier: Verifier | None,
         *,
-        job_bytes: int = JOB_BYTES,
+        job_bytes: int,
     ) -> None:
         self._runs = runs
         self._target = target

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from flatcake_client.file_path import FilePath
 from flatcake_client.keys import KeyArray, host_integers
 from flatcake_client.lease import Lease
-from flatcake_client.memory_path import MemoryPath
+from flatcake_client.memory_path import JOB_BYTES, MemoryPath
 from flatcake_client.progress import Progress
 from flatcake_client.records import Run
 from flatcake_client.target import PlacedRun, Target, place_runs
@@ -70,6 +70,7 @@ class ReadTools:
     memory: Mover
     staging: StagingPool
     gap_bytes_max: int = GAP_BYTES_MAX
+    job_bytes: int = JOB_BYTES
 
 
 class HitSource(Protocol):
@@ -129,7 +130,9 @@ class Restore:
             keys = hit.keys[first_block:end_block]
             verifier = Verifier(spec, hit.shard, keys, hit.lease, hit.report_corrupt)
         aim = Target(target, slot_array, planes)
-        self._memory = MemoryPath(in_memory, aim, self._progress, hit.lease, tools.memory, hit.arena, verifier)
+        self._memory = MemoryPath(
+            in_memory, aim, self._progress, hit.lease, tools.memory, hit.arena, verifier, job_bytes=tools.job_bytes
+        )
         self._files = FilePath(
             on_files, aim, self._progress, hit.lease, tools.files, tools.memory, tools.staging, hit.files, verifier,
             gap_bytes_max=tools.gap_bytes_max,

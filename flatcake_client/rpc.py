@@ -77,16 +77,28 @@ class Rpc:
 
     def __init__(self, endpoint: str, *, now_s: Callable[[], float] = time.monotonic) -> None:
         """Connects with the first call. Raises: ValueError: no endpoint gRPC could dial."""
-        self._channel = grpc.insecure_channel(grpc_target(endpoint), options=_OPTIONS)
-        self._stub = store_pb2_grpc.StoreStub(self._channel)
+        self._target = grpc_target(endpoint)
         self._now_s = now_s
         self._silent_until_s = 0.0
+        self._closed = False
+        self._dial()
+
+    def _dial(self) -> None:
+        self._broken = False
+        self._channel = grpc.insecure_channel(self._target, options=_OPTIONS)
+        self._stub = store_pb2_grpc.StoreStub(self._channel)
 
     def close(self) -> None:
         """Calls under way end as Unavailable. Twice is fine."""
+        self._closed = True
         self._channel.close()
 
     def hello(self, name: str, timeout_s: float) -> Welcome:
+        """Greet the daemon. After a broken connection on a new one: the old would wait before it tries again."""
+        if self._broken and not self._closed:
+            broken = self._channel
+            self._dial()
+            broken.close()
         request = store_pb2.HelloRequest(protocol=PROTOCOL, client_name=name)
         reply = self._call(self._stub.Hello, request, timeout_s)
         return Welcome(
@@ -225,6 +237,7 @@ class Rpc:
             if timeout_s >= SILENCE_MIN_S:
                 self._silent_until_s = self._now_s() + SILENCE_PAUSE_S
             return Unavailable(f"the daemon did not answer in {timeout_s:.3g} s")
+        self._broken = self._broken or code is grpc.StatusCode.UNAVAILABLE
         kinds: dict[grpc.StatusCode, type[Exception]] = {
             grpc.StatusCode.FAILED_PRECONDITION: Stale,
             grpc.StatusCode.NOT_FOUND: Unknown,
