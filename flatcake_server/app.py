@@ -268,8 +268,10 @@ def _take_socket(path: Path) -> None:
             probe.settimeout(1.0)
             try:
                 probe.connect(str(path))
-            except OSError:
+            except ConnectionRefusedError:
                 path.unlink()  # left by a daemon that was killed
+            except OSError as error:
+                raise Unavailable(f"whether a daemon is at {path} cannot be told: {error}") from error
             else:
                 raise Unavailable(f"another daemon answers at {path}: stop it, or choose another --socket")
     elif path.exists():

@@ -1,24 +1,28 @@
 """The law: every byte of arena and SSD space is free, reserved or indexed, exactly one. And what follows from it.
 
-Checked on the living store in one step of the event loop, so that nothing moves meanwhile; the files themselves are
-then compared in the disks' threads. It runs after every stateful test, as `flatcake check`, and as the verdict of crash
-tests. Findings are sentences; none means that the law holds.
+Checked on the living store in one step of the event loop, so that nothing moves meanwhile. What is on the disks is then
+compared in their threads, while the store goes on: what changed during a look is left out of it. It runs after every
+stateful test, as `flatcake check`, and as the verdict of crash tests. Findings are sentences; none: the law holds.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 
+from flatcake_server.arena import Arena
 from flatcake_server.catalog import MEMORY_POOL, Session
 from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
-from flatcake_server.records import FileId
+from flatcake_server.records import FileId, SegmentRecord
+from flatcake_server.scan import SessionFileReader
 from flatcake_server.store import Store
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import FlatCakeError
-from flatcake_transport.layout import align_up
+from flatcake_transport.layout import align_up, segment_layout
 
 Progress = Callable[[int, int], None]
 Extents = list[tuple[int, int]]
@@ -150,40 +154,81 @@ def _check_index(store: Store, sessions: list[Session]) -> list[str]:
     return findings
 
 
-async def check_files(store: Store, progress: Progress, *, data: bool) -> list[str]:
-    """Compare what is on the disks with what the store believes. Files being made or deleted meanwhile are left out.
-
-    Args:
-        data: also read every footer and all data of the adopted segments, and compare checksums.
-    """
+async def check_files(store: Store) -> list[str]:
+    """Compare the files that are on the disks with those the store believes in."""
     findings = []
-    for done, disk in enumerate(store.disks.values()):
-        progress(done, len(store.disks))
+    for disk in store.disks.values():
         if disk.failure:
             continue
+        before, moving = _files_of(store, disk), bool(disk.creating or disk.releasing)
         try:
             listed = await disk.run(disk.files.list)
         except FlatCakeError as error:
             findings.append(f"{disk.path}: cannot be listed: {error}")
             continue
-        findings += _compare_files(store, disk, listed)
+        after, moving = _files_of(store, disk), moving or bool(disk.creating or disk.releasing)
+        findings += [
+            f"{disk.path}: file {file_id:x} has {listed.get(file_id)} bytes on disk, {size_bytes} expected"
+            for file_id, size_bytes in before.items()
+            if after.get(file_id) == size_bytes != listed.get(file_id)
+        ]
+        stray = set(listed) - set(before) - set(after) - {file.file_id for file in disk.condemned}
+        if stray and not moving:
+            findings.append(f"{disk.path}: {len(stray)} files on disk belong to no session")
     return findings
 
 
-def _compare_files(store: Store, disk: Disk, listed: dict[FileId, int]) -> list[str]:
-    files = {
+def _files_of(store: Store, disk: Disk) -> dict[FileId, int]:
+    return {
         file.file_id: file.size_bytes
         for session in store.catalog.sessions.values()
         if session.pool == disk.pool
         for file in session.files
     }
-    findings = [
-        f"{disk.path}: file {file_id:x} has {listed.get(file_id)} bytes on disk, {size_bytes} expected"
-        for file_id, size_bytes in files.items()
-        if listed.get(file_id) != size_bytes
-    ]
-    moving = bool(disk.creating or disk.releasing)
-    stray = set(listed) - set(files) - {file.file_id for file in disk.condemned}
-    if stray and not moving:
-        findings.append(f"{disk.path}: {len(stray)} files on disk belong to no session")
+
+
+async def check_data(store: Store, arena: Arena, progress: Progress) -> list[str]:
+    """Read every segment: its footer must say what the store believes, its bytes must have the footer's checksums."""
+    findings: list[str] = []
+    sessions = list(store.catalog.sessions.values())
+    for done, session in enumerate(sessions):
+        progress(done, len(sessions))
+        if session.gone:
+            continue
+        session.holds += 1  # it stays while it is read
+        try:
+            for segment in list(session.segments):
+                found = await _read_segment(store, arena, session, segment)
+                if store.catalog.segments.get(segment.address) is segment:
+                    findings += [f"session {session.name}: segment {segment.address}: {text}" for text in found]
+        finally:
+            session.holds -= 1
+            await store.retirement.settle(session)
+    progress(len(sessions), len(sessions))
     return findings
+
+
+async def _read_segment(store: Store, arena: Arena, session: Session, segment: SegmentRecord) -> list[str]:
+    try:
+        if segment.address.medium is Medium.MEMORY:
+            # The arena is a file to whoever has its descriptor: one reader serves both media.
+            path, base = Path(f"/proc/self/fd/{arena.fd}"), segment.address.offset
+            work = asyncio.get_running_loop().run_in_executor(None, _segment_findings, path, base, session, segment)
+            return await work
+        disk = store.disks[session.pool]
+        path = disk.files.path_of(segment.file_id)
+        return await disk.run(_segment_findings, path, segment.file_offset, session, segment)
+    except FlatCakeError as error:
+        return [str(error)]
+
+
+def _segment_findings(path: Path, base: int, session: Session, segment: SegmentRecord) -> list[str]:
+    """What is wrong with a segment that begins at `base` of a file. Blocks. Raises: Corrupt, Unavailable."""
+    with SessionFileReader(path, segment.file_id) as reader:
+        footer = reader.footer_at(base + segment_layout(session.spec, segment.blocks).data_bytes)
+        said = (footer.spec, footer.session, footer.generation, footer.turn, footer.first_block, footer.parent_key)
+        known = (session.spec, session.name, segment.generation, segment.turn, segment.first_block, segment.parent_key)
+        if said != known or not np.array_equal(footer.keys, segment.keys):
+            return ["its footer is of another segment"]
+        checked = reader.check_data(footer)
+        return [f"{checked.bad} of {checked.granules} granules differ from their checksums"] if checked.bad else []

@@ -109,6 +109,8 @@ class Reserver:
             address, reason, file, file_offset = await self._place(session, plan, total_bytes)
         except BaseException:
             session.holds -= 1
+            if session is not turn_session:
+                await self._retirement.settle(session)
             raise
         return Part(
             plan=plan,
@@ -117,7 +119,7 @@ class Reserver:
             total_bytes=total_bytes,
             address=address,
             reason=reason,
-            keys=keys[plan.first_block : end],
+            keys=keys[plan.first_block : end].copy(),  # a view would keep the whole request in memory
             parent_key=keys[plan.first_block - 1].tobytes() if plan.first_block else root_key,
             file=file,
             file_offset=file_offset,
@@ -135,7 +137,10 @@ class Reserver:
         if plan.medium is Medium.MEMORY or not self._disks:
             if self._retirement.memory_above_watermark(total_bytes):
                 self._retirement.want_memory_room(total_bytes)
-            offset = self._memory.allocate(total_bytes)
+            if self._disks:
+                offset = self._memory.allocate(total_bytes)
+            else:
+                offset = await self._retirement.make_memory_piece(total_bytes)
             if offset is not None:
                 return Address.of(Medium.MEMORY, self._node_id, offset), reason, None, offset
             if not self._disks:

@@ -96,6 +96,31 @@ class Retirement:
         some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
         await self._drop_all(pool, order.victims(pool, max(1, some), self.busy))
 
+    async def make_index_room(self, blocks: int, blocks_max: int) -> None:
+        """Have room for `blocks` more in the index: drop some of the pool that has most."""
+        catalog = self._catalog
+        while blocks <= blocks_max < len(catalog.index) + blocks:
+            pool, before = (
+                max((MEMORY_POOL, *self._disks), key=lambda pool: catalog.blocks_in[pool]),
+                len(catalog.index),
+            )
+            some = blocks * catalog.order.bytes_of(pool) // max(1, catalog.blocks_in[pool])
+            await self._drop_all(pool, catalog.order.victims(pool, max(1, some), self.busy))
+            if len(catalog.index) >= before:
+                return
+
+    async def make_memory_piece(self, size_bytes: int) -> int | None:
+        """Memory in one piece on a node that has nothing else: drop sessions one by one until there is. None: there is not."""
+        offset = self._memory.allocate(size_bytes)
+        while offset is None and self._memory.free_bytes < self._memory_quota:
+            victims = self._catalog.order.victims(MEMORY_POOL, size_bytes, self.busy)
+            freed = sum(self._catalog.sessions[SessionNo(victim)].memory_bytes for victim in victims)
+            if not victims or self._memory.free_bytes + freed < size_bytes:
+                return None
+            await self._drop_all(MEMORY_POOL, victims[:1])
+            offset = self._memory.allocate(size_bytes)
+        return offset
+
     async def make_memory_room(self, size_bytes: int) -> None:
         """Drop memory sessions down to the low watermark if `size_bytes` more would cross the high one."""
         high, low = self._watermarks[Medium.MEMORY]

@@ -258,17 +258,22 @@ class Store:
         join_key: tuple[Fingerprint, str, bytes],
     ) -> Turn:
         blocks = int(np.count_nonzero(missing))
-        if len(self.turns) >= self._bounds.open_turns_max:
-            raise self._refused(Overloaded(f"{len(self.turns)} turns are being written, open_turns_max is reached"))
-        if len(self.catalog.index) + self._reserved_blocks + blocks > self._bounds.index_blocks_max:
-            raise self._refused(Overloaded(f"{len(self.catalog.index)} blocks are stored, index_blocks_max is reached"))
-        await self.retirement.make_session_room(self._bounds.sessions_max)
-        session = self._session_of_turn(spec, fingerprint, request, int(np.argmax(missing)))
+        holds = self.catalog.chain_of(spec, fingerprint, request.keys)
+        for held in holds:
+            held.holds += 1  # what the turn continues is not what makes room for it
+        try:
+            await self._make_table_room(client_id, blocks)
+            session = self._session_of_turn(spec, fingerprint, request, int(np.argmax(missing)))
+        except BaseException:
+            for held in holds:
+                held.holds -= 1
+            raise
+        session.holds += 1
+        holds.append(session)
         turn_no = request.turn or session.turns + 1
         context_tokens = request.context_tokens or len(request.keys) * spec.block_tokens
         hints = Hints(turn_no, context_tokens, request.previous_reply_tokens, request.share_counts)
         plans = plan_parts(missing, hints, self._policy)
-        holds = [*self.catalog.chain_of(spec, fingerprint, request.keys), session]
         turn = Turn(
             self._numbers.turn_id, spec, fingerprint, session, turn_no, request.keys, [], holds, join_key,
             writers={request.shard: client_id}, joined={request.shard}, blocks_reserved=blocks,
@@ -276,8 +281,6 @@ class Store:
         self._numbers.turn_id += 1
         self.turns[turn.turn_id] = turn  # counted and joinable from here on, though its parts are still coming
         self._reserved_blocks += blocks
-        for held in holds:
-            held.holds += 1
         try:
             for plan in plans:
                 turn.parts.append(await self.reserver.reserve(session, plan, request.keys, request.root_key))
@@ -300,6 +303,17 @@ class Store:
             raise UnknownTurn("the client went away")
         self.counts["turns_begun"] += 1
         return turn
+
+    async def _make_table_room(self, client_id: int, blocks: int) -> None:
+        """Have a place in the tables for one more turn with so many blocks. Raises: Overloaded."""
+        bounds, index = self._bounds, self.catalog.index
+        await self.retirement.make_session_room(bounds.sessions_max)
+        await self.retirement.make_index_room(self._reserved_blocks + blocks, bounds.index_blocks_max)
+        self.client(client_id)  # while room was made it may have gone, and with it whoever would end this turn
+        if len(self.turns) >= bounds.open_turns_max:
+            raise self._refused(Overloaded(f"{len(self.turns)} turns are being written, open_turns_max is reached"))
+        if len(index) + self._reserved_blocks + blocks > bounds.index_blocks_max:
+            raise self._refused(Overloaded(f"{len(index)} blocks are stored, index_blocks_max is reached"))
 
     def _refused(self, error: FlatCakeError) -> FlatCakeError:
         self.counts["turns_refused"] += 1

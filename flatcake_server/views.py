@@ -14,7 +14,7 @@ from flatcake_server.catalog import MEMORY_POOL, Session
 from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.handover import Handover
-from flatcake_server.law import Progress, check_files, check_state
+from flatcake_server.law import Progress, check_data, check_files, check_state
 from flatcake_server.records import SessionNo
 from flatcake_server.rpc import Identity, Timings
 from flatcake_server.stats import Counters, IndexStats, PoolStats, StoreStats
@@ -201,9 +201,10 @@ class Reports:
         return report
 
     async def check(self, data: bool, progress: Progress) -> dict[str, Any]:
-        """The law on the living store; `data` is for the offline check, which reads every byte."""
-        findings = check_state(self._store, self._memory, self._ssd_range)
-        findings += await check_files(self._store, progress, data=data)
+        """The law on the living store; with `data`, every byte of it is read and compared with its checksum."""
+        findings = check_state(self._store, self._memory, self._ssd_range) + await check_files(self._store)
+        if data:
+            findings += await check_data(self._store, self._arena, progress)
         stats = self.stats()
         return {
             "ok": not findings,
