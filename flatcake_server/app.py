@@ -94,7 +94,8 @@ class Node:
         self.grpc_port = 0
         self.http: Listen | None = None  # where the page really is, if port 0 was asked for
 
-    def _build(self) -> None:
+    def build_store(self) -> None:
+        """The store and what it stands on: all but the wire."""
         config = self.config
         self.arena = Arena(config.memory_bytes, config.huge_pages)
         reserver = Reserver(
@@ -133,6 +134,9 @@ class Node:
                 config.spaces_max, config.open_turns_max, config.index_blocks_max, config.sessions_max, config.lease_ttl
             ),
         )
+
+    def _build_wire(self) -> None:
+        config = self.config
         mode = int(config.socket_mode, 8)
         self.handover = Handover(self.store, self.arena, config.handover_path, mode, config.clients_max)
         self.reports = Reports(
@@ -163,8 +167,9 @@ class Node:
         """Serve. Raises: Unavailable, Overloaded, Corrupt: it cannot, and what to do; everything taken is let go."""
         try:
             _take_socket(self.config.socket)
-            self._build()
-            self._adopt()
+            self.build_store()
+            self._build_wire()
+            self.adopt()
             for disk in self.disks.values():
                 if not disk.failure:
                     await self._fit_quota(disk)
@@ -194,7 +199,8 @@ class Node:
             self.reports.ready_s,
         )
 
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
+        """Open the SSD paths and take over what is on them. Blocks. Raises: as `start`."""
         sessions: list[Session] = []
         for disk in self.disks.values():
             try:
