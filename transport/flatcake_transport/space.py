@@ -37,18 +37,7 @@ class SpaceSpec:
     layout: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("model", "dtype", "weights", "layout"):
-            # Specs are also read from disk and wire, so types are checked: a wrong one is no spec, never a crash.
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"the {name} of a space is text, not {getattr(self, name)!r}")
-            if len(getattr(self, name).encode()) > NAME_BYTES_MAX:
-                raise ValueError(f"the {name} of a space has at most {NAME_BYTES_MAX} bytes")
-        for name in ("model", "dtype"):
-            if not getattr(self, name):
-                raise ValueError(f"a space needs a {name}")
-        for number in (self.block_tokens, self.shards, *self.plane_bytes):
-            if type(number) is not int:
-                raise ValueError(f"sizes and counts of a space are integers, not {number!r}")
+        self._check_types()
         if not 1 <= self.block_tokens <= 1 << 20:
             raise ValueError(f"block_tokens is {self.block_tokens}: expected 1 to {1 << 20}")
         if not 1 <= self.shards <= SHARDS_MAX:
@@ -60,6 +49,18 @@ class SpaceSpec:
         for layer, size_bytes in enumerate(self.plane_bytes):
             if not 1 <= size_bytes <= PLANE_BYTES_MAX:
                 raise ValueError(f"plane_bytes[{layer}] is {size_bytes}: expected 1 to {PLANE_BYTES_MAX} bytes")
+
+    def _check_types(self) -> None:
+        """Specs are also read from disk and wire: a wrong type is no spec, never a crash later."""
+        for name in ("model", "dtype", "weights", "layout"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value.encode()) > NAME_BYTES_MAX:
+                raise ValueError(f"the {name} of a space is text of at most {NAME_BYTES_MAX} bytes, not {value!r:.80}")
+            if not value and name in ("model", "dtype"):
+                raise ValueError(f"a space needs a {name}")
+        for number in (self.block_tokens, self.shards, *self.plane_bytes):
+            if type(number) is not int:
+                raise ValueError(f"sizes and counts of a space are integers, not {number!r}")
 
     @property
     def layers(self) -> int:
