@@ -1,0 +1,416 @@
+"""Session prefixes for a Hugging Face causal LM: restored before prefill, stored after the reply. Translates, decides nothing.
+
+    prompt ids --keys--> hit --restore--> landing (K and V of each layer) --> DynamicCache --> forward over the rest
+    DynamicCache --> pages of the turn's blocks --> turn --commit--> the next request's hit
+
+One plane is one layer: K, then V, of `block_tokens` tokens, each (kv_heads, tokens, head_dim). The last token of a prompt is
+never restored, since its logits are what prefill is for.
+
+- Text never depends on FlatCake: whatever fails in restore or store is a count and a log line, and tokens are computed.
+- A cache handed to the model holds blocks that are in place in all layers, or nothing.
+- A request only finds KV of equal weights: the space names a digest of the parameters and the configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from flatcake_client import Client, Hit, Overloaded, Part
+
+log = logging.getLogger(__name__)
+
+BLOCK_TOKENS: Final = 64
+LAYOUT: Final = "transformers/1: k v, heads tokens dim"
+LANDINGS_KEPT: Final = 2  # memory that stays faulted in for the next restores
+# What a configuration says of its file and not of the model.
+CONFIG_NOISE: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+SAMPLES_PER_PARAMETER: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What the caller knows of a request, and FlatCake cannot.
+
+    Attributes:
+        session: name of the conversation; None: inferred from the tokens.
+        previous_reply_tokens: length of the last reply in the conversation; None: not known.
+        shared_tokens: leading tokens that other requests have, too, e.g. the system prompt.
+        sharers: how many requests have them.
+        salt: whatever must not share KV with others: tenant, LoRA adapter.
+    """
+
+    session: str | None = None
+    previous_reply_tokens: int | None = None
+    shared_tokens: int = 0
+    sharers: int = 1
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore brought. `bytes_read`: from files, with alignment and gaps; `restore_s`: all of the moving, no lookup."""
+
+    tokens: int = 0
+    bytes_by_medium: dict[str, int] = field(default_factory=dict)
+    read_commands: int = 0
+    bytes_read: int = 0
+    restore_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One request, answered. `computed_tokens`: of the prompt; `ttft_s`: from the call to the first token, restore included."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    restored: Restored
+    stored: tuple[Part, ...]
+    ttft_s: float
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.restored.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts since the engine was made. Prompt tokens are restored or computed, exactly one."""
+
+    requests: int = 0
+    restored_tokens: int = 0
+    computed_tokens: int = 0
+    reply_tokens: int = 0
+    stored_blocks: int = 0
+    restores_cut: int = 0  # fewer blocks came back than were found: the rest was computed
+    restores_failed: int = 0
+    stores_refused: int = 0
+    stores_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    kv_heads: int
+    head_dim: int
+    device: torch.device
+
+
+class TransformersEngine:
+    """A causal LM with a session cache behind it. Thread-safe as far as the model's forward is: torch's is, in eval mode.
+
+    Batches of one: Hugging Face's caches hold one sequence length, prefixes have many.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        client: Client,
+        *,
+        name: str | None = None,
+        weights: str | None = None,
+        block_tokens: int = BLOCK_TOKENS,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Make a space for the model; works without a daemon.
+
+        Args:
+            model: Hugging Face causal LM whose cache is plain `DynamicLayer`s: no sliding window, state space or quantised cache.
+            client: of `flatcake_client.connect`; the caller closes it.
+            name: of the model, for people. Default: the configuration's.
+            weights: version of the parameters, if the caller knows one. Default: a digest of samples of each parameter, which
+                tells any trained or random models apart, but not two that differ in a few numbers only.
+            block_tokens: tokens a block.
+            timeout_s: of a restore; past it what is in place is used. Default: the client's.
+
+        Raises:
+            ValueError: the model is in training mode, or its cache is not of that kind.
+        """
+        self._model = model
+        self._arguments = _forward_arguments(model)
+        self._dtype, self._layers = self._probe()
+        self._block_tokens = block_tokens
+        self._timeout_s = timeout_s
+        item = self._dtype.itemsize
+        config = model.config
+        self._space = client.open_space(
+            model=name or str(getattr(config, "name_or_path", "")) or config.model_type,
+            dtype=str(self._dtype).removeprefix("torch."),
+            block_tokens=block_tokens,
+            plane_bytes=[2 * layer.kv_heads * block_tokens * layer.head_dim * item for layer in self._layers],
+            weights=weights if weights is not None else weights_digest(model),
+            layout=LAYOUT,
+        )
+        self._landings = _Landings(self._layers, self._dtype, block_tokens)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        hints: RequestHints = RequestHints(),
+        *,
+        stop_tokens: Collection[int] = (),
+        cached: bool = True,
+    ) -> Reply:
+        """Answer greedily: the same tokens with FlatCake, without it, and when it fails half way.
+
+        Args:
+            prompt: token ids of the whole context.
+            max_new_tokens: 1 or more; the reply ends earlier with one of `stop_tokens`, which is part of it.
+            hints: see RequestHints.
+            cached: False neither restores nor stores.
+
+        Raises:
+            ValueError: an empty prompt, or no tokens wanted.
+        """
+        if not len(prompt) or max_new_tokens < 1:
+            raise ValueError(f"{max_new_tokens} tokens after a prompt of {len(prompt)}: expected 1 or more of each")
+        started_s = time.perf_counter()
+        tokens = [int(token) for token in prompt]
+        cache, restored = self.restore(tokens, hints) if cached else (self._empty_cache(), Restored())
+        reply = [self._forward(tokens[restored.tokens :], cache)]
+        ttft_s = time.perf_counter() - started_s
+        while len(reply) < max_new_tokens and reply[-1] not in stop_tokens:
+            reply.append(self._forward(reply[-1:], cache))
+        # The last token of the reply was never fed, so the cache does not hold it.
+        stored = self.store([*tokens, *reply[:-1]], cache, hints) if cached else ()
+        self._count(
+            requests=1,
+            restored_tokens=restored.tokens,
+            computed_tokens=len(tokens) - restored.tokens,
+            reply_tokens=len(reply),
+        )
+        return Reply(reply, len(tokens), restored, stored, ttft_s)
+
+    def restore(self, prompt: Sequence[int], hints: RequestHints = RequestHints()) -> tuple[Any, Restored]:
+        """A `DynamicCache` with the longest stored prefix of a prompt, less its last token; empty if anything fails.
+
+        For the model's own `generate`: `cache, _ = engine.restore(ids)`, then pass ids and cache to it. The caller owns the cache.
+        """
+        try:
+            keys = self._space.keys(prompt[: len(prompt) - 1], salt=hints.salt)
+            with self._space.lookup(keys) as hit:
+                if hit.blocks:
+                    return self._bring(hit)
+                self._count(restores_failed=int(hit.failure is not None))
+        except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the tokens are computed
+            self._count(restores_failed=1)
+            log.warning("a prefix was not restored, and is computed: %s", error)
+        return self._empty_cache(), Restored()
+
+    def store(self, tokens: Sequence[int], cache: Any, hints: RequestHints = RequestHints()) -> tuple[Part, ...]:
+        """Store those full blocks of a context that are not stored yet.
+
+        Args:
+            tokens: the ids whose KV the cache holds, from its first on; more ids than the cache holds are left out.
+            cache: as the model filled it. Not kept.
+            hints: as given to `restore`.
+
+        Returns:
+            What was stored, where and why. Nothing, if it failed or was refused.
+        """
+        try:
+            held = tokens[: cache.get_seq_length()]
+            return self._write(held, cache, hints)
+        except Overloaded as error:
+            self._count(stores_refused=1)
+            log.info("a turn was not stored: %s", error)
+        except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the reply is given
+            self._count(stores_failed=1)
+            log.warning("a turn was not stored: %s", error)
+        return ()
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            return EngineStats(**self._counts)
+
+    def _bring(self, hit: Hit) -> tuple[Any, Restored]:
+        landing = self._landings.take(hit.blocks)
+        started_s = time.perf_counter()
+        with hit.restore(landing.pages(hit.blocks), np.arange(hit.blocks), timeout_s=self._timeout_s) as restore:
+            usable = restore.wait()
+            stats = restore.stats
+        restored = Restored(
+            tokens=usable * self._block_tokens,
+            bytes_by_medium=_bytes_by_medium(hit, usable),
+            read_commands=stats.read_commands,
+            bytes_read=stats.bytes_read,
+            restore_s=time.perf_counter() - started_s,
+        )
+        if usable < hit.blocks:
+            self._count(restores_cut=1)
+            log.warning("%d of %d blocks came back: the rest is computed", usable, hit.blocks)
+        cache = self._empty_cache()
+        copied = True
+        for layer in range(len(self._layers) if usable else 0):
+            landed = landing.keys_values(layer, hit.blocks, usable)
+            held = cache.update(*landed, layer)
+            copied &= not {tensor.data_ptr() for tensor in held} & {tensor.data_ptr() for tensor in landed}
+        if copied:  # else the cache lives in the landing, which is then no longer ours
+            self._landings.give(landing)
+        return cache, restored
+
+    def _write(self, tokens: Sequence[int], cache: Any, hints: RequestHints) -> tuple[Part, ...]:
+        keys = self._space.keys(tokens, salt=hints.salt)
+        shared = hints.shared_tokens // self._block_tokens
+        with self._space.begin_turn(
+            keys,
+            session=hints.session,
+            context_tokens=len(tokens),
+            previous_reply_tokens=hints.previous_reply_tokens,
+            share_counts=np.where(np.arange(len(keys)) < shared, hints.sharers, 1).tolist(),
+            salt=hints.salt,
+        ) as turn:
+            slots = np.arange(len(turn.blocks))
+            for layer in range(len(self._layers) if len(slots) else 0):
+                turn.write_layer(layer, self._pages(cache.layers[layer], turn.blocks), slots)
+            turn.commit()
+        self._count(stored_blocks=sum(part.blocks for part in turn.parts))
+        return turn.parts
+
+    def _pages(self, layer: Any, blocks: range) -> torch.Tensor:
+        """(blocks, 2, kv_heads, block_tokens, head_dim): a copy, in the order of a plane's bytes."""
+        tokens = slice(blocks.start * self._block_tokens, blocks.stop * self._block_tokens)
+        parts = [tensor[0, :, tokens].unflatten(1, (len(blocks), -1)) for tensor in (layer.keys, layer.values)]
+        return torch.stack(parts).permute(2, 0, 1, 3, 4).contiguous()
+
+    def _empty_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._model.config)
+
+    @torch.no_grad()
+    def _forward(self, tokens: Sequence[int], cache: Any) -> int:
+        """Feed tokens; the greedy next one."""
+        ids = torch.tensor([tokens], device=self._layers[0].device)
+        output = self._model(input_ids=ids, use_cache=True, **{self._arguments[0]: cache}, **self._arguments[1])
+        return int(output.logits[0, -1].argmax())
+
+    def _probe(self) -> tuple[torch.dtype, tuple[LayerShape, ...]]:
+        """Shapes as the model's own cache shows them after one token."""
+        from transformers.cache_utils import DynamicLayer
+
+        if self._model.training:
+            raise ValueError("the model is in training mode, where KV is random: call model.eval() first")
+        cache = self._empty_cache()
+        with torch.no_grad():
+            ids = torch.zeros((1, 1), dtype=torch.long, device=self._model.device)
+            self._model(input_ids=ids, use_cache=True, **{self._arguments[0]: cache})
+        shapes = []
+        dtypes = set()
+        for index, layer in enumerate(cache.layers):
+            keys: Any = getattr(layer, "keys", None)
+            values: Any = getattr(layer, "values", None)
+            if type(layer) is not DynamicLayer or keys is None or keys.dim() != 4 or keys.shape != values.shape:
+                raise ValueError(
+                    f"layer {index} of {type(self._model).__name__} keeps a {type(layer).__name__}: only plain caches of keys "
+                    "and values, equal in shape, can be stored block by block"
+                )
+            shapes.append(LayerShape(keys.shape[1], keys.shape[3], keys.device))
+            dtypes.add(keys.dtype)
+        if len(dtypes) != 1:
+            raise ValueError(f"KV of {type(self._model).__name__} is of {len(dtypes)} dtypes, not one")
+        return dtypes.pop(), tuple(shapes)
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+
+class _Landing:
+    """Memory that restores come down in: per layer (2, kv_heads, capacity, block_tokens, head_dim), K and V apart.
+
+    A restore of n blocks uses the front of it densely, so that keys of n blocks are one array.
+    """
+
+    def __init__(self, layers: Iterable[LayerShape], dtype: torch.dtype, block_tokens: int, capacity: int) -> None:
+        self.capacity = capacity
+        self._block_tokens = block_tokens
+        self._shapes = tuple(layers)
+        self._flat = [
+            torch.empty(2 * capacity * shape.kv_heads * block_tokens * shape.head_dim, dtype=dtype, device=shape.device)
+            for shape in self._shapes
+        ]
+
+    def pages(self, blocks: int) -> list[torch.Tensor]:
+        """One view a layer, (blocks, 2, kv_heads, block_tokens, head_dim)."""
+        return [self._dense(layer, blocks).permute(2, 0, 1, 3, 4) for layer in range(len(self._shapes))]
+
+    def keys_values(self, layer: int, blocks: int, usable: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views, each (1, kv_heads, usable * block_tokens, head_dim), of a restore of `blocks`."""
+        keys, values = self._dense(layer, blocks).flatten(2, 3)[:, None, :, : usable * self._block_tokens]
+        return keys, values
+
+    def _dense(self, layer: int, blocks: int) -> torch.Tensor:
+        shape = self._shapes[layer]
+        sizes = (2, shape.kv_heads, blocks, self._block_tokens, shape.head_dim)
+        return self._flat[layer][: int(np.prod(sizes))].view(sizes)
+
+
+class _Landings:
+    """Landings kept for reuse, since first touch of fresh memory is slower than an SSD. Thread-safe."""
+
+    def __init__(self, layers: tuple[LayerShape, ...], dtype: torch.dtype, block_tokens: int) -> None:
+        self._layers, self._dtype, self._block_tokens = layers, dtype, block_tokens
+        self._lock = threading.Lock()
+        self._kept: list[_Landing] = []
+
+    def take(self, blocks: int) -> _Landing:
+        with self._lock:
+            fitting = [landing for landing in self._kept if landing.capacity >= blocks]
+            if fitting:
+                self._kept.remove(fitting[0])
+                return fitting[0]
+        # A power of two, so that a conversation that grows does not need new memory each turn.
+        return _Landing(self._layers, self._dtype, self._block_tokens, 1 << (blocks - 1).bit_length())
+
+    def give(self, landing: _Landing) -> None:
+        """Keep the largest."""
+        with self._lock:
+            self._kept = sorted([*self._kept, landing], key=lambda kept: -kept.capacity)[:LANDINGS_KEPT]
+
+
+def weights_digest(model: Any) -> str:
+    """Tells models apart by their configuration and samples of every parameter: milliseconds, whatever their size."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in CONFIG_NOISE}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // SAMPLES_PER_PARAMETER)][: 2 * SAMPLES_PER_PARAMETER]
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(sample.to("cpu", torch.float64).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _forward_arguments(model: Any) -> tuple[str, dict[str, Any]]:
+    """How this model's forward calls its cache (transformers 5.2x renamed it), and what spares the prompt's other logits.
+
+    Raises: ValueError: it takes no cache, or it is no decoder.
+    """
+    names = inspect.signature(model.forward).parameters
+    cache = next((name for name in ("past_key_values", "cache") if name in names), None)
+    if cache is None or getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} is no causal LM with a cache that its caller may fill")
+    return cache, {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+
+
+def _bytes_by_medium(hit: Hit, blocks: int) -> dict[str, int]:
+    """Bytes of the first blocks of a hit, by "memory" and "ssd"."""
+    sums = {"memory": 0, "ssd": 0}
+    for run in hit.runs:
+        taken = min(run.blocks, blocks)
+        sums[run.segment.medium.name.lower()] += taken * sum(hit.spec.plane_bytes)
+        blocks -= taken
+    return sums
