@@ -173,11 +173,15 @@ class Turn:
             raise Unavailable(f"the turn was not stored: {failure}") from failure
 
     def abort(self) -> None:
-        """Store nothing. Twice is fine, and so is after a commit. In a forked child it does nothing."""
+        """Store nothing. Twice is fine, and so is after a commit. In a forked child it does nothing.
+
+        Waits a moment for writes under way; the space is given back when they rest.
+        """
         if self._forked():
             return
         with self._lock:
             if not self._over:
+                self._harvest(ABORT_TIMEOUT_S)
                 self._give_up()
 
     def __enter__(self) -> Self:

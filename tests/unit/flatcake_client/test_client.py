@@ -263,6 +263,7 @@ def test_refused_attach_is_a_miss(daemon):
         assert "attach" in str(kv.space.lookup(kv.space.keys(kv.tokens(1, 3))).failure)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # from Python 3.12 on
 def test_forked_child_is_told(daemon, client):
     """The child gets an error from every call, and its exit does not end the parent's connection."""
     kv = Kv(client)
@@ -305,6 +306,7 @@ def test_forked_child_is_told(daemon, client):
     hit.release()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # from Python 3.12 on
 def test_the_end_of_the_parent_is_seen_though_a_child_lives(daemon):
     """The child's copy of the socket is closed at once, else leases of a dead parent would never end."""
     client = fc.connect(daemon.endpoint)

@@ -1,0 +1,151 @@
+"""Descriptors from a daemon that answers late, wrong, in pages, or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from fake_daemon import FakeDaemon
+
+from flatcake_client.handover import Descriptors, Handover
+from flatcake_client.rpc import Rpc
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.handoff import Verb
+from flatcake_transport.window import OpenFile
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    with FakeDaemon(tmp_path, arena_bytes=1 << 20) as running:
+        yield running
+
+
+@pytest.fixture
+def handover(daemon):
+    rpc = Rpc(daemon.endpoint)
+    welcome = rpc.hello("test", 5.0)
+    connection = Handover(welcome.handover_path, welcome.client_id, welcome.token, 5.0)
+    yield connection
+    connection.close()
+    rpc.close()
+
+
+def add_files(daemon, count):
+    for file_id in range(1, count + 1):
+        daemon.files[file_id] = 0
+        daemon.path(file_id).write_bytes(file_id.to_bytes(4, "little"))
+
+
+def is_open(fd):
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def test_all_pages_come(daemon, handover):
+    add_files(daemon, 23)
+    daemon.fds_a_message = 10
+    found = handover.files(Verb.TURN, 1, 5.0)
+    assert sorted(found.files) == list(range(1, 24))
+    for file_id, file in found.files.items():
+        assert os.pread(file.fd, 4, 0) == file_id.to_bytes(4, "little")
+        assert not os.get_inheritable(file.fd)
+    fds = [file.fd for file in found.files.values()]
+    found.close()
+    found.close()
+    assert not any(map(is_open, fds))
+
+
+def test_forgotten_descriptors_are_closed(daemon, handover):
+    add_files(daemon, 3)
+    fds = [file.fd for file in handover.files(Verb.TURN, 1, 5.0).files.values()]
+    assert not any(map(is_open, fds))
+
+
+def test_the_arena_is_shared(daemon, handover):
+    arena = handover.arena(1 << 20, 5.0)
+    assert handover.arena(1 << 20, 5.0) is arena
+    arena[5] = 7
+    assert os.pread(daemon.arena, 1, 5) == b"\x07"
+
+
+def test_an_arena_shorter_than_promised_is_not_mapped(daemon, handover):
+    with pytest.raises(Unavailable, match="no arena of"):
+        handover.arena(1 << 30, 5.0)
+    with pytest.raises(Unavailable, match="no arena of"):
+        handover.arena(0, 5.0)
+
+
+def test_what_has_ended_is_refused(handover):
+    with pytest.raises(Unavailable, match="lease has ended"):
+        handover.files(Verb.LEASE, 99, 5.0)
+    assert not handover.lost()
+
+
+def test_a_late_answer_is_not_taken_for_the_next(daemon, handover):
+    add_files(daemon, 2)
+    stall = daemon.fail["hand"] = threading.Event()
+    with pytest.raises(Unavailable, match="within"):
+        handover.files(Verb.TURN, 1, 0.01)
+    with pytest.raises(Unavailable, match="within"):
+        handover.files(Verb.TURN, 1, 0.01)
+    assert not handover.lost(), "a slow daemon has not taken anything back"
+    del daemon.fail["hand"]
+    stall.set()
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    arena = handover.arena(1 << 20, 5.0)
+    assert len(arena) == 1 << 20
+    assert len(os.listdir("/proc/self/fd")) <= before + 1, "descriptors of late answers stay open"  # noqa: PTH208
+
+
+def test_its_end_is_seen(daemon, handover):
+    assert not handover.lost()
+    daemon.stop()
+    assert handover.lost()
+    with pytest.raises(Unavailable, match="gone"):
+        handover.files(Verb.TURN, 1, 5.0)
+    daemon.start()
+    assert handover.lost()
+
+
+def test_closing_marks_it_lost_and_wakes_who_waits(daemon, handover):
+    daemon.fail["hand"] = threading.Event()
+    failures = []
+
+    def ask():
+        try:
+            handover.files(Verb.TURN, 1, 30.0)
+        except Unavailable as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    while not handover._owed:
+        pass
+    handover.close()
+    waiting.join(5)
+    assert failures
+    assert handover.lost()
+
+
+def test_wrong_token_and_nobody(daemon, tmp_path):
+    with pytest.raises(Unavailable, match="did not attach"):
+        Handover(f"{tmp_path}/fake.sock.fds", 1, bytes(16), 5.0)
+    with pytest.raises(Unavailable, match="on this machine"):
+        Handover(f"{tmp_path}/nobody", 1, bytes(16), 5.0)
+
+
+def test_descriptors_stay_open_under_a_transfer():
+    from flatcake_client.linger import Linger
+
+    read_end, write_end = os.pipe()
+    linger = Linger()
+    moving = type("Moving", (), {"rests": False, "done": lambda self: self.rests})()
+    Descriptors({1: OpenFile(read_end, False), 2: OpenFile(write_end, False)}).close([moving], linger)
+    assert is_open(read_end)
+    moving.rests = True
+    linger.sweep()
+    assert not is_open(read_end)
