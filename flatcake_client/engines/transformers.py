@@ -184,8 +184,7 @@ class TransformersEngine:
         ttft_s = time.perf_counter() - started_s
         while len(reply) < max_new_tokens and reply[-1] not in stop_tokens:
             reply.append(self._forward(reply[-1:], cache))
-        # The last token of the reply was never fed, so the cache does not hold it.
-        stored = self.store([*tokens, *reply[:-1]], cache, hints) if cached else ()
+        stored = self.store([*tokens, *reply], cache, hints) if cached else ()
         self._count(
             requests=1,
             restored_tokens=restored.tokens,
@@ -222,8 +221,8 @@ class TransformersEngine:
             What was stored, where and why. Nothing, if it failed or was refused.
         """
         try:
-            held = tokens[: cache.get_seq_length()]
-            return self._write(held, cache, hints)
+            # A reply's last token was never fed, so the cache does not hold it.
+            return self._write(tokens[: cache.get_seq_length()], cache, hints)
         except Overloaded as error:
             self._count(stores_refused=1)
             log.info("a turn was not stored: %s", error)
