@@ -191,6 +191,7 @@ class RocksRecords:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path = path
+        self._closed = False
         self._shadow: tempfile.TemporaryDirectory[str] | None = None
         access = AccessType.read_write()
         if read_only:
@@ -237,9 +238,14 @@ class RocksRecords:
                 self._db.write(batch)
 
     def close(self) -> None:
-        with _RocksErrors(f"the journal {self._path} cannot be closed"):
-            self._db.close()
-        self._drop_shadow()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with _RocksErrors(f"the journal {self._path} cannot be closed"):
+                self._db.close()
+        finally:
+            self._drop_shadow()
 
     def _shadowed(self, path: Path) -> Path:
         """A directory of links to the database. Opening leaves traces where it opens, even read-only: in there, not here."""
