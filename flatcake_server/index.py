@@ -109,18 +109,27 @@ class BlockIndex:
         words = _words(keys)
         _check_addresses(addresses, len(words))
         added = np.zeros(len(words), np.bool_)
-        new = np.flatnonzero(self._find(words)[0] < 0)
+        new = np.flatnonzero(self._find(words)[0] < 0) if self._blocks else np.arange(len(words))
         if not len(new):
             return added
         hashes = self._hash(words[new])
-        order = np.argsort(hashes, kind="stable")  # by home row too: the table is walked in order
+        order = np.argsort(hashes)  # by home row too: the table is walked in order
+        ties = (np.diff(hashes[order]) == 0).any()
+        if ties:
+            order = np.argsort(hashes, kind="stable")
         new, hashes = new[order], hashes[order]
         words = words[new]
-        first = np.ones(len(new), np.bool_)
-        first[1:] = (words[1:] != words[:-1]).any(axis=1)
-        new, words, hashes = new[first], words[first], hashes[first]
-        self._make_room(hashes)
-        placed = self._place(words, hashes, ~addresses[new])
+        if ties:
+            first = np.ones(len(new), np.bool_)
+            first[1:] = (words[1:] != words[:-1]).any(axis=1)
+            new, words, hashes = new[first], words[first], hashes[first]
+            ties = (np.diff(hashes) == 0).any()  # other keys of the same hash: then copies need not be neighbours
+        stored = ~addresses[new]
+        rebuilt = self._make_room(hashes, None if ties else np.column_stack((words, stored)))
+        placed = rebuilt[(hashes >> np.uint64(64 - SUB_BITS)).view(np.int64)]
+        rest = np.flatnonzero(~placed)
+        if len(rest):
+            placed[rest] = self._place(words[rest], hashes[rest], stored[rest])
         added[new[placed]] = True
         return added
 
@@ -256,8 +265,16 @@ class BlockIndex:
             asked, subs, step = asked[on], subs[on], step[on]
         return placed
 
-    def _make_room(self, hashes: U64Array) -> None:
-        """Rebuild the sub-tables that would pass LOAD_MAX with these keys. Raises: Overloaded, before anything changed."""
+    def _make_room(self, hashes: U64Array, rows: U64Array | None) -> BoolArray:
+        """Rebuild the sub-tables that would pass LOAD_MAX with these keys, which are sorted by hash.
+
+        Args:
+            rows: (key_lo, key_hi, ~address) of the keys, none there yet, all different: each sub-table that is rebuilt takes
+                its own in at once, which is how an index is filled at the start. None: they are only counted.
+
+        Returns: which sub-tables have taken theirs in.
+        Raises: Overloaded, before anything changed.
+        """
         if self._blocks + len(hashes) > self._blocks_max:
             raise Overloaded(
                 f"the index holds {self._blocks} blocks of {self._blocks_max}: {len(hashes)} more do not fit"
@@ -275,12 +292,19 @@ class BlockIndex:
             if live > (1 + LOAD_MAX) / 2 * capacity:
                 raise Overloaded(f"sub-table {sub} of the index is full with {self._live[sub]} blocks: keys are skewed")
             plans.append((sub, capacity))
+        end = np.cumsum(coming)
+        taken_in = np.zeros(SUBS, np.bool_)
         for sub, capacity in plans:
-            self._rebuild(sub, capacity)
+            self._rebuild(sub, capacity, rows[end[sub] - coming[sub] : end[sub]] if rows is not None else None)
+            taken_in[sub] = rows is not None
+        return taken_in
 
-    def _rebuild(self, sub: int, capacity: int) -> None:
-        """Lay a sub-table out anew: sorted by home, no tombstones. At 10 M blocks 40,000 rows."""
+    def _rebuild(self, sub: int, capacity: int, more: U64Array | None = None) -> None:
+        """Lay a sub-table out anew, with `more` rows: sorted by home, no tombstones. At 10 M blocks 40,000 rows."""
         rows = self._live_rows(sub)
+        if more is not None:
+            rows = np.concatenate((rows, more))
+            self._blocks += len(more)
         old = int(self._capacity[sub])
         self._table(sub)[:] = 0
         if capacity < old:
