@@ -154,37 +154,44 @@ def gather_unchecked(span: PagedSpan, target: Bytes) -> None:
         np.take(rows, span.slots, axis=0, out=block_words, mode="clip")
 
 
-def _tensor_rows(pages: torch.Tensor, data: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both ends as integers of one width: the widest when a slot is contiguous, else that of the pages' items."""
+def _tensor_rows(pages: torch.Tensor, data_offset: int) -> torch.Tensor:
+    """Pages as integers: the widest that sizes and offsets allow when a slot is contiguous, else that of the items."""
     import torch
 
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     size = pages.dtype.itemsize
     if size not in kinds:
         raise ValueError(f"pages of {pages.dtype} are not taken: items of 1, 2, 4 or 8 bytes expected")
-    rows = pages.detach()
-    if rows[:1].is_contiguous():
-        rows = rows.view(kinds[size]).flatten(1) if rows.dim() > 1 else rows.view(kinds[size]).unsqueeze(1)
-        sizes = (rows.shape[1] * size, rows.stride(0) * size, rows.storage_offset() * size, data.storage_offset())
-        word = next(w for w in _WORDS if all(n % w == 0 for n in sizes))
-        rows = rows.view(kinds[word])
-    else:
-        word = size
-        if data.storage_offset() % word:
-            data = data.clone()  # torch views need aligned storage offsets; odd planes of strided pages only
-        rows = rows.view(kinds[word])
-    return rows, data.view(kinds[word]).view(blocks, *rows.shape[1:])
+    rows = pages.detach().view(kinds[size])
+    if not rows[:1].is_contiguous():
+        return rows
+    rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+    if rows.stride(1) != 1:
+        return rows  # one item a slot, with any stride: nothing to widen
+    sizes = (rows.shape[1] * size, rows.stride(0) * size, rows.storage_offset() * size, data_offset)
+    return rows.view(kinds[next(w for w in _WORDS if w == 1 or all(n % w == 0 for n in sizes))])
+
+
+def _aligned(data: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether the bytes can be viewed as the rows' items: torch wants aligned offsets, odd planes have others."""
+    return int(data.storage_offset()) % rows.dtype.itemsize == 0
 
 
 def scatter_tensor(data: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
     """Scatter on the tensors' own device, in the current stream: one index_copy_ kernel. All three are on that device."""
-    rows, block_words = _tensor_rows(pages, data, len(slots))
-    rows.index_copy_(0, slots, block_words)
+    if len(slots):
+        rows = _tensor_rows(pages, int(data.storage_offset()))
+        source = data if _aligned(data, rows) else data.clone()
+        rows.index_copy_(0, slots, source.view(rows.dtype).view(len(slots), *rows.shape[1:]))
 
 
 def gather_tensor(pages: torch.Tensor, slots: torch.Tensor, data: torch.Tensor) -> None:
     """Gather on the tensors' own device, in the current stream: one index_select kernel."""
     import torch
 
-    rows, block_words = _tensor_rows(pages, data, len(slots))
-    torch.index_select(rows, 0, slots, out=block_words)
+    if len(slots):
+        rows = _tensor_rows(pages, int(data.storage_offset()))
+        if _aligned(data, rows):
+            torch.index_select(rows, 0, slots, out=data.view(rows.dtype).view(len(slots), *rows.shape[1:]))
+        else:
+            data.copy_(torch.index_select(rows, 0, slots).flatten().view(torch.uint8))

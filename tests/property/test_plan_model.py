@@ -1,0 +1,222 @@
+"""The planner beside a naive rule: bytes of a made-up file, moved as the plan says, must come out as the blocks they are."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatcake_transport.layout import ALIGN_BYTES, segment_layout
+from flatcake_transport.plan import (
+    Extent,
+    FileRun,
+    plan_reads,
+    plan_restore,
+    plan_writes,
+    window_half_bytes_min,
+)
+from flatcake_transport.space import SpaceSpec
+
+PLANE_BYTES = st.one_of(st.integers(1, 9000), st.sampled_from([4096, 8192, 4095, 4097, 1 << 17]))
+SPECS = st.builds(
+    lambda planes, shards: SpaceSpec("m", "u8", 1, tuple(planes), shards=shards),
+    st.lists(PLANE_BYTES, min_size=1, max_size=3),
+    st.integers(1, 2),
+)
+
+
+@st.composite
+def extent_lists(draw: st.DrawFn) -> list[Extent]:
+    """Extents that do not overlap, on one or two files, in any order."""
+    extents = []
+    for file in range(draw(st.integers(1, 2))):
+        at = 0
+        for gap, size in draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), max_size=6)):
+            extents.append(Extent(file, at + gap, size))
+            at += gap + size
+    return draw(st.permutations(extents))
+
+
+@given(extent_lists(), st.integers(0, 10), st.integers(1, 60), st.sampled_from([1, 4, 8]))
+def test_reads_against_the_naive_rule(extents: list[Extent], gap: int, most: int, align: int) -> None:
+    reads = plan_reads(extents, gap_bytes_max=gap, read_bytes_max=most, align_bytes=align)
+    assert sorted(i for read in reads for i in read.extents) == list(range(len(extents)))
+    assert [(r.file, r.offset) for r in reads] == sorted((r.file, r.offset) for r in reads)
+    for read in reads:
+        mine = [extents[i] for i in read.extents]
+        assert {e.file for e in mine} == {read.file}
+        # No byte more than alignment asks for at either end.
+        assert read.offset == min(e.offset for e in mine) // align * align
+        assert read.end == -(-max(e.end for e in mine) // align) * align
+        assert read.size_bytes <= most or len(mine) == 1
+        ordered = sorted(mine, key=lambda e: e.offset)
+        for before, after in itertools.pairwise(ordered):
+            assert after.offset // align * align - -(-before.end // align) * align <= gap
+    for before, after in itertools.pairwise(reads):
+        mergeable = before.file == after.file and after.offset - before.end <= gap
+        first_of_after = min((extents[i] for i in after.extents), key=lambda e: e.offset)
+        # What could have been merged was: one more extent would have made the read too large.
+        assert not mergeable or max(before.end, -(-first_of_after.end // align) * align) - before.offset > most
+
+
+@given(extent_lists(), st.data())
+def test_overlap_is_refused(extents: list[Extent], data: st.DataObject) -> None:
+    if not extents:
+        return
+    victim = data.draw(st.sampled_from(extents))
+    inside = data.draw(st.integers(victim.offset, victim.end - 1))
+    with pytest.raises(ValueError, match="overlap"):
+        plan_reads([*extents, Extent(victim.file, inside, 3)], read_bytes_max=100)
+
+
+@st.composite
+def hits(draw: st.DrawFn) -> tuple[SpaceSpec, list[FileRun]]:
+    """Runs of a hit over a few segments of two files; several runs may lie in one segment."""
+    spec = draw(SPECS)
+    runs: list[FileRun] = []
+    position = 0
+    for file in range(draw(st.integers(1, 2))):
+        base = draw(st.sampled_from([0, 4096, 40960]))
+        for blocks in draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)):
+            layout = segment_layout(spec, blocks)
+            at = 0
+            while at < blocks:
+                skip, count = draw(st.integers(0, 2)), draw(st.integers(1, 9))
+                first = at + skip
+                count = min(count, blocks - first)
+                if count > 0:
+                    runs.append(FileRun(file, base, layout, first, count, position))
+                    position += count
+                at = first + max(count, 1)
+            base += layout.data_bytes + 4096
+    return spec, draw(st.permutations(runs))
+
+
+def stamp(run: FileRun, plane: int, block: int) -> np.ndarray:
+    """What one block's bytes are in one plane."""
+    seed = [run.file, run.offset, plane, block]
+    return np.random.default_rng(seed).integers(0, 256, int(run.layout.plane_bytes[plane]), dtype=np.uint8)
+
+
+def make_files(runs: list[FileRun]) -> dict[int, np.ndarray]:
+    files: dict[int, np.ndarray] = {}
+    for run in runs:
+        end = run.offset + run.layout.data_bytes + 4096
+        file = files.setdefault(run.file, np.zeros(0, np.uint8))
+        if len(file) < end:
+            file = files[run.file] = np.concatenate([file, np.zeros(end - len(file), np.uint8)])
+        for plane in range(run.layout.planes):
+            for block in range(run.layout.blocks):
+                data = stamp(run, plane, block)
+                at = run.offset + run.layout.chunk(plane, block)
+                file[at : at + len(data)] = data
+    return files
+
+
+@given(hits(), st.integers(0, 8), st.sampled_from([0, 4096, 64 << 10]), st.booleans(), st.data())
+def test_restore_brings_every_block_once(
+    hit: tuple[SpaceSpec, list[FileRun]], more_pages: int, gap: int, whole: bool, data: st.DataObject
+) -> None:
+    spec, runs = hit
+    layouts = [run.layout for run in runs] or [segment_layout(spec, 1)]
+    half_bytes = max(window_half_bytes_min(x, whole_granules=whole) for x in layouts) + more_pages * ALIGN_BYTES
+    shard = data.draw(st.integers(0, spec.shards - 1))
+    planes = range(shard * spec.layers, (shard + 1) * spec.layers)
+    files = make_files(runs)
+    half = np.zeros(half_bytes, np.uint8)
+    seen: set[tuple[int, int]] = set()
+    layers_done = 0
+    steps = list(plan_restore(runs, planes, window_half_bytes=half_bytes, gap_bytes_max=gap, whole_granules=whole))
+    for step in steps:
+        half[:] = 0xEE
+        at = 0
+        for read in step.reads:
+            assert (read.offset % ALIGN_BYTES, read.size_bytes % ALIGN_BYTES, read.target % ALIGN_BYTES) == (0, 0, 0)
+            assert read.target == at, "reads stand side by side in the half"
+            at += read.size_bytes
+            source = files[read.file][read.offset : read.offset + read.size_bytes]
+            assert len(source) == read.size_bytes, "a read past the end of the segment"
+            half[read.target : at] = source
+        assert step.size_bytes == at <= half_bytes
+        for piece in step.pieces:
+            run = runs[piece.run]
+            for i in range(piece.blocks):
+                position = piece.position + i
+                assert (piece.layer, position) not in seen
+                seen.add((piece.layer, position))
+                expected = stamp(run, planes[piece.layer], run.first_block + position - run.position)
+                start = piece.offset + i * piece.plane_bytes
+                assert np.array_equal(half[start : start + piece.plane_bytes], expected)
+        assert bool(step.checks) == whole
+        for check in step.checks:
+            layout = runs[check.run].layout
+            unit = int(layout.granule_blocks[check.plane])
+            end = check.first_block + check.blocks
+            assert check.first_block % unit == 0
+            assert end % unit == 0 or end == layout.blocks
+            assert range(check.first_granule, check.first_granule + check.granules) == layout.granules_of(
+                check.plane, check.first_block, check.blocks
+            )
+            assert check.granule_bytes == unit * int(layout.plane_bytes[check.plane])
+            whole_bytes = np.concatenate(
+                [stamp(runs[check.run], check.plane, b) for b in range(check.first_block, end)]
+            )
+            assert np.array_equal(half[check.offset : check.offset + check.size_bytes], whole_bytes)
+        assert step.layers_done >= layers_done
+        layers_done = step.layers_done
+        complete = {(layer, p) for layer in range(layers_done) for p in positions(runs)}
+        assert complete <= seen, "a layer is called done before its last block"
+    assert seen == {(layer, p) for layer in range(spec.layers) for p in positions(runs)}
+    assert not steps or steps[-1].layers_done == spec.layers
+    check_command_bound(runs, planes, steps, half_bytes, whole)
+
+
+def positions(runs: list[FileRun]) -> list[int]:
+    return [run.position + i for run in runs for i in range(run.blocks)]
+
+
+def check_command_bound(runs: list[FileRun], planes: range, steps: list, half_bytes: int, whole: bool) -> None:
+    """Layers x runs reads at most, but for planes that one half cannot hold."""
+    if whole or any(r.layout.granule_bytes(p) * r.blocks + 2 * ALIGN_BYTES > half_bytes for r in runs for p in planes):
+        return
+    assert sum(len(step.reads) for step in steps) <= len(planes) * len(runs)
+
+
+@given(SPECS, st.integers(1, 40), st.integers(0, 5), st.data())
+def test_writes_put_every_byte_in_its_place(spec: SpaceSpec, blocks: int, more_pages: int, data: st.DataObject) -> None:
+    layout = segment_layout(spec, blocks)
+    plane = data.draw(st.integers(0, layout.planes - 1))
+    half_bytes = window_half_bytes_min(layout, whole_granules=False) + more_pages * ALIGN_BYTES
+    run = FileRun(0, 0, layout, 0, blocks, 0)
+    file = np.full(layout.data_bytes, 0xEE, np.uint8)
+    size = int(layout.plane_bytes[plane])
+    granules: list[int] = []
+    at = int(layout.plane_offset[plane])
+    for step in plan_writes(layout, plane, window_half_bytes=half_bytes):
+        half = np.full(half_bytes, 0xDD, np.uint8)
+        assert step.gather_offset + step.blocks * size + step.zero_bytes <= half_bytes
+        for i in range(step.blocks):
+            start = step.gather_offset + i * size
+            half[start : start + size] = stamp(run, plane, step.first_block + i)
+        end = step.gather_offset + step.blocks * size
+        half[end : end + step.zero_bytes] = 0
+        assert (step.offset % ALIGN_BYTES, step.size_bytes % ALIGN_BYTES, step.source_offset % ALIGN_BYTES) == (0, 0, 0)
+        assert step.offset == at
+        at += step.size_bytes
+        file[step.offset : at] = half[step.source_offset : step.source_offset + step.size_bytes]
+        checked = half[step.checked_offset : step.checked_offset + step.checked_bytes]
+        for g in range(step.granules):
+            unit = int(layout.granule_blocks[plane])
+            first = (step.first_granule - int(layout.granule_first[plane]) + g) * unit
+            expected = np.concatenate([stamp(run, plane, b) for b in range(first, min(blocks, first + unit))])
+            assert np.array_equal(checked[g * step.granule_bytes : (g + 1) * step.granule_bytes], expected)
+        granules += range(step.first_granule, step.first_granule + step.granules)
+    expected = np.concatenate([stamp(run, plane, block) for block in range(blocks)])
+    start = int(layout.plane_offset[plane])
+    assert np.array_equal(file[start : start + len(expected)], expected)
+    assert not file[start + len(expected) : at].any(), "padding is zero"
+    assert at == (int(layout.plane_offset[plane + 1]) if plane + 1 < layout.planes else layout.data_bytes)
+    assert granules == list(layout.granules_of(plane, 0, blocks))

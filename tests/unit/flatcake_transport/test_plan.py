@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+
+from flatcake_transport.layout import segment_layout
+from flatcake_transport.plan import Extent, FileRun, plan_reads, plan_restore, plan_writes, window_half_bytes_min
+from flatcake_transport.space import SpaceSpec
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def layout_of(blocks: int, *plane_bytes: int):
+    return segment_layout(SpaceSpec("m", "u8", 16, plane_bytes), blocks)
+
+
+def test_gaps_up_to_64_kib_are_read_along_and_no_larger() -> None:
+    near = [Extent(1, 0, 4096), Extent(1, 4096 + 64 * KIB, 4096)]
+    far = [Extent(1, 0, 4096), Extent(1, 8192 + 64 * KIB, 4096)]
+    assert len(plan_reads(near, read_bytes_max=MIB)) == 1
+    assert len(plan_reads(far, read_bytes_max=MIB)) == 2
+
+
+def test_files_are_never_merged() -> None:
+    reads = plan_reads([Extent(2, 4096, 4096), Extent(1, 0, 4096)], read_bytes_max=MIB)
+    assert [(r.file, r.offset, r.extents) for r in reads] == [(1, 0, (1,)), (2, 4096, (0,))]
+
+
+@pytest.mark.parametrize("extent", [Extent(1, -1, 5), Extent(1, 0, 0)])
+def test_what_is_no_extent(extent: Extent) -> None:
+    with pytest.raises(ValueError, match="no extent"):
+        plan_reads([extent], read_bytes_max=MIB)
+
+
+def test_one_segment_is_one_read_a_layer() -> None:
+    layout = layout_of(64, *[256 * KIB] * 32)  # 16 MiB a plane
+    steps = list(plan_restore([FileRun(1, 4096, layout, 0, 64, 0)], range(32), window_half_bytes=16 * MIB))
+    assert [len(step.reads) for step in steps] == [1] * 32
+    assert [step.layers_done for step in steps] == list(range(1, 33))
+    assert {step.size_bytes for step in steps} == {16 * MIB}
+
+
+def test_small_planes_share_a_read() -> None:
+    layout = layout_of(10, *[10_000] * 32)
+    steps = list(plan_restore([FileRun(1, 0, layout, 0, 10, 0)], range(32), window_half_bytes=32 * MIB))
+    assert [(len(s.reads), len(s.pieces), s.layers_done) for s in steps] == [(1, 32, 32)]
+    assert steps[0].size_bytes == layout.data_bytes, "nothing is read twice and nothing besides"
+
+
+def test_a_range_that_fits_a_half_is_not_cut() -> None:
+    layout = layout_of(12, *[MIB] * 3)
+    steps = list(plan_restore([FileRun(1, 0, layout, 0, 12, 0)], range(3), window_half_bytes=16 * MIB))
+    assert [[p.blocks for p in s.pieces] for s in steps] == [[12], [12], [12]]
+
+
+def test_a_plane_larger_than_a_half_is_cut_between_blocks() -> None:
+    layout = layout_of(20, 3 * MIB)
+    steps = list(plan_restore([FileRun(1, 0, layout, 0, 20, 100)], range(1), window_half_bytes=16 * MIB))
+    assert [[(p.position, p.blocks) for p in s.pieces] for s in steps] == [
+        [(100, 5)], [(105, 5)], [(110, 5)], [(115, 5)],
+    ]  # fmt: skip
+    assert [s.layers_done for s in steps] == [0, 0, 0, 1]
+
+
+def test_gaps_that_do_not_fit_the_half_are_not_read() -> None:
+    layout = layout_of(9, 60 * KIB)
+    runs = [FileRun(1, 0, layout, at, 1, i) for i, at in enumerate((0, 2, 4, 6, 8))]
+    wide = list(plan_restore(runs, range(1), window_half_bytes=MIB))
+    tight = list(
+        plan_restore(
+            runs, range(1), window_half_bytes=max(300 * KIB, window_half_bytes_min(layout, whole_granules=False))
+        )
+    )
+    assert [len(s.reads) for s in wide] == [1]
+    assert [len(s.reads) for s in tight] == [5]
+
+
+def test_no_runs_no_steps() -> None:
+    assert list(plan_restore([], range(4), window_half_bytes=MIB)) == []
+
+
+def test_steps_come_as_they_are_asked_for() -> None:
+    layout = layout_of(1024, *[MIB] * 80)  # 80 GiB: planned whole it would be 2,560 steps
+    steps = plan_restore([FileRun(1, 0, layout, 0, 1024, 0)], range(80), window_half_bytes=32 * MIB)
+    assert next(steps).size_bytes == 32 * MIB
+
+
+@pytest.mark.parametrize(
+    ("run", "half"),
+    [
+        ((0, 0, 5), 4 * MIB), ((0, 3, 2), 4 * MIB), ((0, -1, 1), 4 * MIB), ((0, 0, 0), 4 * MIB), ((1, 0, 4), 4 * MIB),
+        ((-4096, 0, 4), 4 * MIB), ((0, 0, 4), MIB), ((0, 0, 4), 4 * MIB + 1),
+    ],
+)  # fmt: skip
+def test_callers_bugs_are_told_at_the_call(run: tuple[int, int, int], half: int) -> None:
+    offset, first, blocks = run
+    with pytest.raises(ValueError):
+        plan_restore([FileRun(1, offset, layout_of(4, MIB), first, blocks, 0)], range(1), window_half_bytes=half)
+
+
+@pytest.mark.parametrize("half", [MIB - 4096, 2 * MIB + 1])
+def test_writes_need_a_half_of_one_granule(half: int) -> None:
+    with pytest.raises(ValueError, match="window_half_bytes"):
+        plan_writes(layout_of(4, MIB), 0, window_half_bytes=half)
+    assert len(plan_writes(layout_of(4, MIB), 0, window_half_bytes=MIB)) == 4
