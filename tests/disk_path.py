@@ -43,7 +43,11 @@ class DiskPath:
     def __init__(self, root: Path, *, boot_id: bytes | None = None, spec: SpaceSpec = SPEC) -> None:
         self.root, self.spec = root, spec
         self.files = SessionFiles(root)
-        self.journal = Journal(root / "journal", boot_id=boot_id)
+        try:
+            self.journal = Journal(root / "journal", boot_id=boot_id)
+        except BaseException:
+            self.files.close()
+            raise
         self.image: JournalImage = self.journal.load()
         self.sessions = {s.name: s for s in self.image.sessions.values()}
         self.file_of = {f.session_no: f for f in self.image.files.values()}
