@@ -13,6 +13,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { command -v $$p; break; }; done)
 PROTOS := flatcake_proto/v1/store.proto flatcake_proto/v1/admin.proto
 TYPED := flatcake_server flatcake_client transport/flatcake_transport bench
+# importlib: test files of different rooms may have the same name.
+PYTEST := python -m pytest -q --import-mode=importlib
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 help:  ## this list
@@ -39,13 +41,13 @@ demo: $(VENV)/.stamp  ## a model's prefill stored, restored and compared, with a
 	flatcake demo
 
 test: $(VENV)/.stamp  ## all tests that this machine can run; what it cannot is skipped and said
-	python -m pytest -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
 gpu: $(VENV)/.stamp-gpu  ## the tests that need a CUDA device
-	python -m pytest -q -m gpu tests/gpu $(ARGS)
+	$(PYTEST) -m gpu tests/gpu $(ARGS)
 
 soak: $(VENV)/.stamp  ## the stateful and fault tests, many times as long
-	python -m pytest -q --hypothesis-profile=soak --timeout=3600 tests/property tests/fault $(ARGS)
+	$(PYTEST) --hypothesis-profile=soak --timeout=3600 tests/property tests/fault $(ARGS)
 
 bench: $(VENV)/.stamp  ## every figure, a table each
 	@for script in $$(find bench -maxdepth 1 -name '[a-z]*.py' | sort); do \
