@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from flatcake_server.units import format_size, parse_duration, parse_listen, parse_size
+from flatcake_server.units import approximate_size, format_size, parse_duration, parse_listen, parse_size
 from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
 from flatcake_transport.layout import ALIGN_BYTES, GRANULE_BYTES_MIN
 
@@ -225,11 +226,6 @@ class NodeConfig(BaseModel):
         return self.socket.with_name(self.socket.name + HANDOVER_SUFFIX)
 
     @property
-    def socket_permissions(self) -> int:
-        """`socket_mode` as chmod takes it."""
-        return int(self.socket_mode, 8)
-
-    @property
     def ssd_path_bytes(self) -> int:
         """Quota of each SSD path: an even share of `ssd_bytes`, whole pages. 0 without paths."""
         return _whole_pages(self.ssd_bytes // len(self.ssd_paths)) if self.ssd_paths else 0
@@ -279,7 +275,7 @@ def check_ssd_paths(config: NodeConfig) -> None:
     A missing directory is not made: with a disk that failed to mount, the sessions would fill the root file system.
 
     Raises:
-        ConfigError: a path is missing, no directory, or cannot be written.
+        ConfigError: a path is missing, no directory, cannot be written, or its whole file system is below the quota.
     """
     for path in config.ssd_paths:
         if not path.exists():

@@ -35,6 +35,14 @@ def test_every_option_says_its_reason():
         assert field.description.endswith("."), name
 
 
+def test_no_option_is_ignored():
+    """Each is read by the daemon, or refused until it is served."""
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "flatcake_server").rglob("*.py"))
+    code = code.replace("ssd_path_bytes", "ssd_bytes")
+    unread = {name for name in NodeConfig.model_fields if not re.search(rf"\b(config|node)\.{name}\b", code)}
+    assert unread == {"directory", "peers", "redis_url", "peer_timeout", "ucx_listen", "nvmeof"}
+
+
 def test_the_unit_starts_a_command_that_exists_and_waits_for_the_drain():
     unit = text_of("deploy/systemd/flatcake.service")
     (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)

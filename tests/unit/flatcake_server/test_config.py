@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -182,6 +184,15 @@ def test_a_missing_disk_is_not_made_on_the_root_file_system(tmp_path):
             check_ssd_paths(load_config(None, None, {"ssd_paths": str(path)}))
     assert not missing.exists()
     check_ssd_paths(load_config(None, None, {"ssd_paths": str(tmp_path)}))
+
+
+def test_a_quota_that_no_disk_there_can_hold_is_refused(monkeypatch, tmp_path):
+    config = load_config(None, None, {"ssd_paths": str(tmp_path), "ssd_bytes": "1GiB"})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=(1 << 30) - 1))
+    with pytest.raises(ConfigError, match="lower ssd_bytes"):
+        check_ssd_paths(config)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 30))
+    check_ssd_paths(config)
 
 
 def test_the_socket_is_under_the_runtime_directory_where_run_cannot_be_written(monkeypatch):
