@@ -100,8 +100,8 @@ class StagingPool:
     def __init__(self, bytes_max: int, half_bytes: int, *, allocate: Callable[[int], Any] = aligned_buffer) -> None:
         """Raises: ValueError: not even one window fits `bytes_max`."""
         self.half_bytes = -(-half_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._windows_max = bytes_max // (2 * self.half_bytes)
-        if half_bytes < 1 or self._windows_max < 1:
+        self._windows_max = bytes_max // (2 * self.half_bytes) if half_bytes > 0 else 0
+        if self._windows_max < 1:
             raise ValueError(f"staging of {bytes_max} bytes cannot hold a window of 2 x {half_bytes}")
         self._bytes_max = bytes_max
         self._allocate = allocate

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from flatcake_transport.address import Medium
 from flatcake_transport.mover import Mover
-from flatcake_transport.movers.gds import GdsMover, gds_available
+from flatcake_transport.movers import gds
 from flatcake_transport.movers.memory import MemoryMover
 from flatcake_transport.movers.posix import PosixMover
 
@@ -29,6 +29,6 @@ def mover_for(medium: Medium, device: str = "cpu", *, fd: int | None = None) -> 
     """
     if medium is Medium.MEMORY:
         return MemoryMover()
-    if device.startswith("cuda") and gds_available(fd) is None:
-        return GdsMover()
+    if device.startswith("cuda") and gds.gds_available(fd) is None:
+        return gds.GdsMover()
     return PosixMover()

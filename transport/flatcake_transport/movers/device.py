@@ -20,9 +20,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.mover import MemorySpan, Move, MoverStats, PagedSpan, Region
-from flatcake_transport.paged import contiguous_bytes, gather_tensor, is_tensor, scatter_tensor
+from flatcake_transport.paged import Bytes, contiguous_bytes, gather_tensor, is_tensor, scatter_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +128,9 @@ class DeviceCopies:
             tensor = data
         else:
             host = contiguous_bytes(data)
-            tensor = self._torch.from_numpy(host if host.flags.writeable else host.view())
+            # Torch knows no read-only tensors and warns of every one: an arena mapped for reading is shown as writable,
+            # which is never used, for only a target is written to and targets were checked.
+            tensor = self._torch.from_numpy(host if host.flags.writeable else np.asarray(_Writable(host)))
         if self._stream is not None and tensor.device.type == "cpu" and not tensor.is_pinned():
             self._fallbacks[UNPINNED] = self._fallbacks.get(UNPINNED, 0) + 1
         return tensor
@@ -157,6 +161,16 @@ class DeviceCopies:
         pinned, self._pinned = self._pinned, []
         for region in pinned:
             self._torch.cuda.cudart().cudaHostUnregister(region.address)
+
+
+class _Writable:
+    """The same bytes, said to be writable."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, host: Bytes) -> None:
+        interface = host.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
 class DeviceTransfer:

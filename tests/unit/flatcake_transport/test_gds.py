@@ -1,0 +1,261 @@
+"""The GDS mover without a GPU: kvikio is played by a stand-in with its documented API. Real hardware: tests/gpu."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conformance.movers import Setting, check_mover, random_bytes
+
+from flatcake_transport.address import Medium
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.mover import FileSpan, MemorySpan, Move
+from flatcake_transport.movers import gds, mover_for
+from flatcake_transport.movers.gds import HANDLES_MAX, GdsMover, gds_available
+from flatcake_transport.movers.memory import MemoryMover
+from flatcake_transport.movers.posix import PosixMover
+
+PAGE = 4096
+
+
+class DeviceArray:
+    """Host bytes that say they are on a device."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+        self.__cuda_array_interface__ = data.__array_interface__
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class IOFuture:
+    def __init__(self, future: Future) -> None:
+        self.future = future
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def get(self) -> int:
+        return self.future.result()
+
+
+class Kvikio:
+    """What GdsMover uses of kvikio 25.8 to 26.10."""
+
+    def __init__(self, *, gds: bool | None = True, compat: bool = False) -> None:
+        self.pool = ThreadPoolExecutor(2)
+        self.opened: list[tuple[str, str]] = []
+        self.settings = {"num_threads": 1}
+        self.registered: list[object] = []
+        self.short = 0
+        self.defaults = SimpleNamespace(
+            get=self.settings.__getitem__, set=self.settings.__setitem__, is_compat_mode_preferred=lambda: compat
+        )
+        self.cufile_driver = SimpleNamespace(get=self.driver_get)
+        self.buffer = SimpleNamespace(memory_register=self.registered.append)
+        self.gds = gds
+        kvikio = self
+
+        class CuFile:
+            def __init__(self, file: str, flags: str = "r") -> None:
+                self.fd = os.open(file, os.O_RDWR if "+" in flags else os.O_RDONLY)
+                kvikio.opened.append((str(Path(file).readlink()), flags))
+
+            def __del__(self) -> None:
+                if hasattr(self, "fd"):
+                    os.close(self.fd)
+
+            def pread(self, buf, size=None, file_offset=0, task_size=None) -> IOFuture:
+                return IOFuture(kvikio.pool.submit(self.run, os.preadv, buf, size, file_offset))
+
+            def pwrite(self, buf, size=None, file_offset=0, task_size=None) -> IOFuture:
+                return IOFuture(kvikio.pool.submit(self.run, os.pwritev, buf, size, file_offset))
+
+            def run(self, command, buf: DeviceArray, size: int, offset: int) -> int:
+                return command(self.fd, [buf.data[: size - kvikio.short]], offset)
+
+        self.CuFile = CuFile
+
+    def driver_get(self, name: str) -> bool:
+        assert name == "is_gds_available"
+        if self.gds is None:
+            raise RuntimeError("no cuFile")
+        return self.gds
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def kvikio():
+    made = Kvikio()
+    yield made
+    made.pool.shutdown()
+
+
+def span_of(path: Path, size: int) -> tuple[int, FileSpan, np.ndarray]:
+    content = random_bytes(1, size)
+    path.write_bytes(content.tobytes())
+    fd = os.open(path, os.O_RDWR)
+    return fd, FileSpan(fd, 0, size), content
+
+
+def test_all_that_holds_for_every_mover(kvikio: Kvikio, tmp_path: Path) -> None:
+    check_mover(Setting(lambda: GdsMover(kvikio), DeviceArray, lambda a: a.data), tmp_path)
+
+
+def test_reads_never_open_for_writing(kvikio: Kvikio, tmp_path: Path) -> None:
+    mover = GdsMover(kvikio)
+    fd, span, content = span_of(tmp_path / "a", PAGE)
+    out = DeviceArray(np.zeros(PAGE, np.uint8))
+    for _ in range(3):
+        mover.submit([Move(span, MemorySpan(out))]).wait(30)
+    assert np.array_equal(out.data, content)
+    mover.submit([Move(MemorySpan(out), span)]).wait(30)
+    assert kvikio.opened == [(str(tmp_path / "a"), "r"), (str(tmp_path / "a"), "r+")], "one handle a file and way"
+    mover.close()
+    os.close(fd)
+
+
+def test_a_descriptor_number_used_again_is_another_file(kvikio: Kvikio, tmp_path: Path) -> None:
+    mover = GdsMover(kvikio)
+    numbers = set()
+    for name in "abc":
+        fd, span, content = span_of(tmp_path / name, PAGE)
+        numbers.add(fd)
+        out = DeviceArray(np.zeros(PAGE, np.uint8))
+        mover.submit([Move(span, MemorySpan(out))]).wait(30)
+        assert np.array_equal(out.data, content)
+        os.close(fd)
+    assert len(numbers) < 3 or len(kvikio.opened) == 3
+    mover.close()
+
+
+def test_handles_are_bounded(kvikio: Kvikio, tmp_path: Path) -> None:
+    mover = GdsMover(kvikio)
+    before = descriptors()
+    for i in range(HANDLES_MAX + 20):
+        fd, span, _ = span_of(tmp_path / str(i), PAGE)
+        mover.submit([Move(span, MemorySpan(DeviceArray(np.zeros(PAGE, np.uint8))))]).wait(30)
+        os.close(fd)
+    assert descriptors() - before <= HANDLES_MAX + 4
+    mover.close()
+    assert descriptors() - before <= 4
+
+
+def test_fewer_bytes_than_asked_for_are_a_failure(kvikio: Kvikio, tmp_path: Path) -> None:
+    mover = GdsMover(kvikio)
+    fd, span, _ = span_of(tmp_path / "a", PAGE)
+    kvikio.short = 1
+    with pytest.raises(Unavailable, match="4095 of 4096"):
+        mover.submit([Move(span, MemorySpan(DeviceArray(np.zeros(PAGE, np.uint8))))]).wait(30)
+    assert mover.stats().failures == 1
+    os.close(fd)
+
+
+def test_a_file_that_cannot_be_opened_fails_its_transfer_after_the_others_rest(kvikio: Kvikio, tmp_path: Path) -> None:
+    mover = GdsMover(kvikio)
+    fd, span, content = span_of(tmp_path / "a", PAGE)
+    first = DeviceArray(np.zeros(PAGE, np.uint8))
+    transfer = mover.submit(
+        [
+            Move(span, MemorySpan(first)),
+            Move(FileSpan(9999, 0, PAGE), MemorySpan(DeviceArray(np.zeros(PAGE, np.uint8)))),
+        ]
+    )
+    with pytest.raises(Unavailable):
+        transfer.wait(30)
+    assert np.array_equal(first.data, content)
+    os.close(fd)
+
+
+def test_a_read_under_way_is_a_timeout_and_close_lands_it(kvikio: Kvikio, tmp_path: Path) -> None:
+    mover = GdsMover(kvikio)
+    fd, span, _ = span_of(tmp_path / "a", PAGE)
+    pending: Future = Future()
+    kvikio.CuFile.pread = lambda *_: IOFuture(pending)
+    transfer = mover.submit([Move(span, MemorySpan(DeviceArray(np.zeros(PAGE, np.uint8))))])
+    assert not transfer.done()
+    with pytest.raises(TimeoutError):
+        transfer.wait(0.001)
+    pending.set_result(PAGE)
+    mover.close()
+    transfer.wait(0)
+    assert mover.stats().bytes_moved == PAGE
+    os.close(fd)
+
+
+def test_host_memory_is_refused(kvikio: Kvikio) -> None:
+    with pytest.raises(ValueError, match="posix"):
+        GdsMover(kvikio).submit([Move(FileSpan(0, 0, 8), MemorySpan(np.zeros(8, np.uint8)))])
+
+
+@pytest.mark.parametrize(
+    ("answers", "path"), [((True, False), "gds"), ((True, True), "gds-compat"), ((False, False), "gds-compat"), ((None, False), "gds-compat")]
+)  # fmt: skip
+def test_stats_say_the_path_really_taken(answers: tuple[bool | None, bool], path: str) -> None:
+    kvikio = Kvikio(gds=answers[0], compat=answers[1])
+    stats = GdsMover(kvikio).stats()
+    assert stats.path == path
+    assert bool(stats.fallbacks) == (path != "gds")
+    kvikio.pool.shutdown()
+
+
+def test_threads_of_kvikio_are_raised_unless_the_user_set_them(monkeypatch, kvikio: Kvikio) -> None:
+    monkeypatch.setenv("KVIKIO_NTHREADS", "1")
+    GdsMover(kvikio)
+    assert kvikio.settings["num_threads"] == 1
+    monkeypatch.delenv("KVIKIO_NTHREADS")
+    GdsMover(kvikio)
+    assert kvikio.settings["num_threads"] == gds.THREADS
+
+
+class Cuda:
+    def __init__(self, code: int) -> None:
+        self.cuInit = lambda _flags: code
+
+
+def test_why_not(monkeypatch, tmp_path: Path) -> None:
+    def no_library(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(gds.ctypes, "CDLL", no_library)
+    assert "no CUDA driver" in gds_available()
+    with pytest.raises(Unavailable, match="no CUDA driver"):
+        GdsMover()
+    monkeypatch.setattr(gds.ctypes, "CDLL", lambda _name: Cuda(100))
+    assert "cuInit returned 100" in gds_available()
+    monkeypatch.setattr(gds.ctypes, "CDLL", lambda _name: Cuda(0))
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    assert "kvikio cannot be imported" in gds_available()
+    monkeypatch.setitem(sys.modules, "kvikio", SimpleNamespace())
+    assert gds_available() is None
+    (tmp_path / "f").touch()
+    fd = os.open(tmp_path / "f", os.O_RDONLY)
+    assert gds_available(fd) is None
+    os.close(fd)
+    assert "cannot be opened" in gds_available(9999)
+
+
+def test_the_choice_of_mover(monkeypatch, kvikio: Kvikio) -> None:
+    monkeypatch.setattr(gds, "gds_available", lambda _fd=None: "no")
+    for medium, device, kind in (
+        (Medium.MEMORY, "cpu", MemoryMover),
+        (Medium.MEMORY, "cuda:0", MemoryMover),
+        (Medium.SSD, "cpu", PosixMover),
+        (Medium.SSD, "cuda:0", PosixMover),
+    ):
+        mover = mover_for(medium, device)
+        assert type(mover) is kind
+        mover.close()
+    monkeypatch.setattr(gds, "gds_available", lambda _fd=None: None)
+    monkeypatch.setattr(gds, "_import_kvikio", lambda: kvikio)
+    assert type(mover_for(Medium.SSD, "cuda:1")) is GdsMover
+    assert type(mover_for(Medium.SSD, "cpu")) is PosixMover

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatcake_transport.errors import Overloaded, Unavailable
+from flatcake_transport.mover import FileSpan
+from flatcake_transport.plan import Piece, Step, StepRead
+from flatcake_transport.window import HUGE_PAGE_BYTES, OpenFile, ReadStream, StagingPool, aligned_buffer
+
+PAGE = 4096
+
+
+class Landing:
+    """A transfer that lands when the test says so."""
+
+    def __init__(self, moves: list) -> None:
+        self.moves, self.landed, self.error = moves, False, None
+
+    def land(self) -> None:
+        for move in self.moves:
+            move.target.data[:] = move.source.offset // PAGE
+        self.landed = True
+
+    def done(self) -> bool:
+        return self.landed
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self.landed:
+            raise TimeoutError
+        if self.error is not None:
+            raise self.error
+
+
+class Hand:
+    """A mover moved by hand."""
+
+    def __init__(self) -> None:
+        self.transfers: list[Landing] = []
+
+    def submit(self, moves: list) -> Landing:
+        self.transfers.append(Landing(list(moves)))
+        return self.transfers[-1]
+
+
+def step(n: int, reads: int = 1) -> Step:
+    """Step n reads page n (and its followers) of file 5."""
+    return Step(
+        tuple(StepRead(5, (n + i) * PAGE, PAGE, i * PAGE) for i in range(reads)), (Piece(0, 0, n, 1, 0, PAGE),), (), n
+    )
+
+
+def stream_of(steps: list[Step], mover: Hand, pool: StagingPool) -> ReadStream:
+    return ReadStream(iter(steps), {5: OpenFile(77, direct=True)}, mover, pool.open_window(0))
+
+
+def test_buffers_are_aligned_touched_and_writable() -> None:
+    buffer = aligned_buffer(3 * PAGE)
+    assert buffer.ctypes.data % HUGE_PAGE_BYTES == 0
+    assert len(buffer) == 3 * PAGE
+    assert buffer.dtype == np.uint8
+    assert buffer.flags.writeable
+    assert not buffer.any()
+
+
+def test_large_buffers_lie_on_huge_pages_where_the_kernel_has_them() -> None:
+    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not modes.exists() or "[never]" in modes.read_text():
+        pytest.skip("this kernel gives no transparent huge pages: their use was not tested")
+    buffer = aligned_buffer(4 * HUGE_PAGE_BYTES)
+    address, huge_kib, mine = buffer.ctypes.data, 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(part, 16) for part in first.split("-"))
+            mine = low <= address < high
+        elif mine and line.startswith("AnonHugePages"):
+            huge_kib = int(line.split()[1])
+    assert huge_kib >= 2048, "staging on small pages reads at half the rate"
+
+
+def test_a_pool_needs_room_for_one_window() -> None:
+    with pytest.raises(ValueError, match="cannot hold"):
+        StagingPool(2 * PAGE - 1, PAGE)
+    with pytest.raises(ValueError, match="cannot hold"):
+        StagingPool(PAGE, 0)
+    assert StagingPool(4 * PAGE, 100).half_bytes == PAGE
+
+
+def test_windows_are_kept_for_reuse_and_their_halves_are_apart() -> None:
+    pool = StagingPool(2 * PAGE, PAGE)
+    with pool.open_window(0) as window:
+        first = window.halves
+        assert window.half_bytes == PAGE
+        assert not np.shares_memory(*first)
+    with pool.open_window(0) as window:
+        assert window.halves[0] is first[0]
+    assert pool.stats().bytes_made == 2 * PAGE
+
+
+def test_beyond_the_bound_one_waits_until_the_deadline() -> None:
+    pool = StagingPool(2 * PAGE, PAGE)
+    window = pool.open_window(0)
+    with pytest.raises(Overloaded, match="staging"):
+        pool.open_window(0.01)
+    stats = pool.stats()
+    assert (stats.windows_out, stats.refusals, stats.waits) == (1, 1, 1)
+    window.close()
+    window.close()
+    assert pool.stats().windows_out == 0
+    pool.open_window(0).close()
+
+
+def test_who_waits_gets_the_window_that_comes_back_in_order_of_asking() -> None:
+    pool = StagingPool(2 * PAGE, PAGE)
+    window = pool.open_window(0)
+    served: list[int] = []
+    asked = threading.Semaphore(0)
+
+    def ask(number: int) -> None:
+        asked.release()
+        with pool.open_window(30):
+            served.append(number)
+
+    threads = []
+    for number in range(5):
+        threads.append(threading.Thread(target=ask, args=(number,)))
+        threads[-1].start()
+        asked.acquire()
+        while pool.stats().waits <= number:  # it stands in the queue before the next one comes
+            threading.Event().wait(0.001)
+    window.close()
+    for thread in threads:
+        thread.join(30)
+    assert served == [0, 1, 2, 3, 4]
+
+
+def test_a_window_under_a_transfer_is_out_until_it_rests() -> None:
+    pool = StagingPool(2 * PAGE, PAGE)
+    flying = Landing([])
+    window = pool.open_window(0)
+    window.close([flying])
+    assert (pool.stats().windows_out, pool.stats().windows_lingering) == (1, 1)
+    with pytest.raises(Overloaded):
+        pool.open_window(0)
+    flying.landed = True
+    with pool.open_window(0) as again:
+        assert again.halves is window.halves
+        assert (pool.stats().windows_out, pool.stats().windows_lingering) == (1, 0)
+
+
+def test_a_waiter_notices_a_transfer_that_comes_to_rest() -> None:
+    pool = StagingPool(2 * PAGE, PAGE)
+    flying = Landing([])
+    pool.open_window(0).close([flying])
+    got = []
+    waiter = threading.Thread(target=lambda: got.append(pool.open_window(30)))
+    waiter.start()
+    flying.landed = True
+    waiter.join(30)
+    assert len(got) == 1
+
+
+def test_no_memory_gives_the_place_back() -> None:
+    answers = [MemoryError, PAGE, PAGE]
+
+    def allocate(size: int) -> np.ndarray:
+        if answers.pop(0) is MemoryError:
+            raise MemoryError
+        return np.zeros(size, np.uint8)
+
+    pool = StagingPool(2 * PAGE, PAGE, allocate=allocate)
+    with pytest.raises(MemoryError):
+        pool.open_window(0)
+    assert (pool.stats().windows_out, pool.stats().bytes_made) == (0, 0)
+    pool.open_window(0).close()
+
+
+def test_both_halves_are_read_at_once_and_a_half_is_refilled_only_when_let_go() -> None:
+    mover, pool = Hand(), StagingPool(8 * PAGE, 4 * PAGE)
+    stream = stream_of([step(n, reads=2) for n in range(4)], mover, pool)
+    assert len(mover.transfers) == 2, "two steps are on their way before anybody asks"
+    assert mover.transfers[0].moves[0].source == FileSpan(77, 0, PAGE, direct=True)
+    mover.transfers[0].land()
+    mover.transfers[1].land()
+    got, half = stream.advance()
+    assert got == step(0, reads=2)
+    assert half[:PAGE].tolist() == [0] * PAGE
+    assert half[PAGE : 2 * PAGE].tolist() == [1] * PAGE
+    assert len(mover.transfers) == 2, "the caller still looks at this half"
+    got, other = stream.advance()
+    assert (got, len(mover.transfers)) == (step(1, reads=2), 3)
+    assert not np.shares_memory(other, half)
+    assert np.shares_memory(mover.transfers[2].moves[0].target.data, half)
+    stream.release()
+    stream.release()
+    assert len(mover.transfers) == 4
+    mover.transfers[2].land()
+    mover.transfers[3].land()
+    assert [stream.advance()[0], stream.advance()[0], stream.advance(), stream.advance()] == [
+        step(2, reads=2), step(3, reads=2), None, None,
+    ]  # fmt: skip
+    assert (stream.reads, stream.bytes_read) == (8, 8 * PAGE)
+    stream.close()
+    assert pool.stats().windows_out == 0
+
+
+def test_after_a_timeout_one_asks_again() -> None:
+    mover, pool = Hand(), StagingPool(2 * PAGE, PAGE)
+    stream = stream_of([step(0)], mover, pool)
+    with pytest.raises(TimeoutError):
+        stream.advance(0)
+    mover.transfers[0].land()
+    assert stream.advance(0)[0] == step(0)
+    assert stream.advance(0) is None
+    stream.close()
+
+
+def test_after_an_error_no_step_comes() -> None:
+    mover, pool = Hand(), StagingPool(2 * PAGE, PAGE)
+    stream = stream_of([step(0), step(1), step(2)], mover, pool)
+    mover.transfers[0].error = Unavailable("EIO")
+    for transfer in mover.transfers:
+        transfer.land()
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="EIO"):
+            stream.advance(0)
+    assert len(mover.transfers) == 2
+    stream.close()
+    assert pool.stats().windows_out == 0
+
+
+def test_closing_early_keeps_the_window_from_others_until_reads_rest() -> None:
+    mover, pool = Hand(), StagingPool(2 * PAGE, PAGE)
+    stream = stream_of([step(n) for n in range(9)], mover, pool)
+    mover.transfers[0].land()
+    stream.advance(0)
+    mine = Landing([])
+    stream.close([mine])
+    stream.close()
+    assert stream.advance(0) is None
+    assert len(mover.transfers) == 2
+    for last in (mover.transfers[1], mine):
+        with pytest.raises(Overloaded):
+            pool.open_window(0)
+        last.landed = True
+    pool.open_window(0).close()
+
+
+def test_a_mover_that_refuses_leaves_no_window_out() -> None:
+    class Refusing(Hand):
+        def submit(self, moves: list) -> Landing:
+            if self.transfers:
+                raise Unavailable("closed")
+            return super().submit(moves)
+
+    mover, pool = Refusing(), StagingPool(2 * PAGE, PAGE)
+    with pytest.raises(Unavailable):
+        stream_of([step(0), step(1)], mover, pool)
+    with pytest.raises(Overloaded):
+        pool.open_window(0)
+    mover.transfers[0].land()
+    pool.open_window(0).close()
