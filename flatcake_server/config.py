@@ -286,6 +286,12 @@ def check_ssd_paths(config: NodeConfig) -> None:
             raise ConfigError(
                 f"ssd_paths: {path} cannot be written by user {os.getuid()}: change its owner, or the user"
             )
+        total_bytes = shutil.disk_usage(path).total
+        if config.ssd_path_bytes > total_bytes:
+            raise ConfigError(
+                f"ssd_bytes gives {path} {approximate_size(config.ssd_path_bytes)}, but its file system has "
+                f"{approximate_size(total_bytes)}: lower ssd_bytes, or mount the disk that was meant"
+            )
 
 
 def socket_candidates(environ: Mapping[str, str]) -> list[Path]:
