@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flatcake_transport.address import Address
 
@@ -23,9 +24,11 @@ class Welcome:
     verify: str  # off, remote or all
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive stored blocks of one segment: `blocks` from `first_block` within the segment. `file_id` 0: in memory."""
+class Run(NamedTuple):
+    """Consecutive stored blocks of one segment: `blocks` from `first_block` within the segment. `file_id` 0: in memory.
+
+    A tuple: a lookup makes hundreds of them, and one costs a third of a frozen dataclass.
+    """
 
     segment: Address
     segment_blocks: int

@@ -139,7 +139,7 @@ class Rpc:
         )
         reply = self._call(self._stub.Lookup, request, timeout_s)
         self._check_incarnation(welcome, reply.incarnation)
-        return Found(tuple(_run(run) for run in reply.runs), reply.lease_id)
+        return Found(tuple([_run(run) for run in reply.runs]), reply.lease_id)
 
     def renew(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> list[int]:
         """Which of the leases live on, for another ttl from before this call."""

@@ -191,19 +191,19 @@ class StoreService(store_pb2_grpc.StoreServicer):
             found = self._store.lookup(
                 client_id, _fingerprint(request.fingerprint), _keys(request.keys), pin=request.pin
             )
-            runs = [
-                store_pb2.Run(
-                    segment=int(run.segment.address),
-                    segment_blocks=run.segment.blocks,
-                    first_block=run.first_block,
-                    blocks=run.blocks,
-                    segment_bytes=run.segment.total_bytes,
-                    file_id=run.segment.file_id,
-                    file_offset=run.segment.file_offset,
+            reply = store_pb2.LookupReply(lease_id=found.lease_id, incarnation=self._identity.incarnation)
+            add = reply.runs.add  # a copy less a run than a list of them
+            for segment, first_block, blocks in found.runs:
+                add(
+                    segment=segment.address,
+                    segment_blocks=len(segment.keys),
+                    first_block=first_block,
+                    blocks=blocks,
+                    segment_bytes=segment.total_bytes,
+                    file_id=segment.file_id,
+                    file_offset=segment.file_offset,
                 )
-                for run in found.runs
-            ]
-            return store_pb2.LookupReply(runs=runs, lease_id=found.lease_id, incarnation=self._identity.incarnation)
+            return reply
 
     async def Renew(self, request: store_pb2.RenewRequest, context: Context) -> store_pb2.RenewReply:  # noqa: N802
         async with self._edge(context, "renew"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,8 @@ from flatcake_server.records import SegmentRecord
 from flatcake_transport.address import AddressArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SegmentRun:
-    """`blocks` consecutive blocks of a segment, from `first_block` within it."""
+class SegmentRun(NamedTuple):
+    """`blocks` consecutive blocks of a segment, from `first_block` within it. A tuple: a lookup makes hundreds of them."""
 
     segment: SegmentRecord
     first_block: int
@@ -70,10 +69,13 @@ class SegmentMap:
 
     def at(self, address: int) -> SegmentRecord:
         """The segment that holds the address. Raises: KeyError: none does."""
+        return self._segments[self._at(address)]
+
+    def _at(self, address: int) -> int:
         at = bisect_right(self._bases, address) - 1
         if at < 0 or address >= self._bases[at] + self._segments[at].total_bytes:
             raise KeyError(f"{address:#x}")
-        return self._segments[at]
+        return at
 
     def resolve(self, addresses: AddressArray, step_bytes: int) -> list[SegmentRun]:
         """Split addresses, in chain order, into runs. A loop over runs, not over blocks.
@@ -85,12 +87,15 @@ class SegmentMap:
         if not len(addresses):
             return []
         breaks = np.flatnonzero(np.diff(addresses) != np.uint64(step_bytes)) + 1
-        starts = [0, *breaks.tolist()]
-        firsts = addresses[starts].tolist()
+        starts = np.concatenate(([0], breaks))
+        counts = np.diff(starts, append=len(addresses)).tolist()
         runs = []
-        for start, end, first in zip(starts, [*starts[1:], len(addresses)], firsts, strict=True):
-            segment = self.at(first)
-            runs.append(SegmentRun(segment, (first - int(segment.address)) // step_bytes, end - start))
+        bases, segments, at = self._bases, self._segments, -1
+        for first, count in zip(addresses[starts].tolist(), counts, strict=True):
+            at += 1  # a session's segments mostly follow each other
+            if at >= len(bases) or bases[at] != first:
+                at = self._at(first)
+            runs.append(SegmentRun(segments[at], (first - bases[at]) // step_bytes, count))
         return runs
 
 

@@ -28,7 +28,7 @@ from flatcake_server.commit import Committer
 from flatcake_server.disk import Disk
 from flatcake_server.lease import LeaseTable
 from flatcake_server.placement import Hints, Policy
-from flatcake_server.records import FileId, KeyArray
+from flatcake_server.records import FileId, KeyArray, SessionNo
 from flatcake_server.reserve import Numbers, Reserver
 from flatcake_server.retire import Retirement
 from flatcake_server.segments import SegmentRun
@@ -174,17 +174,22 @@ class Store:
             return Found([])
         chain = self.catalog.chain(runs)
         self.catalog.use(chain, self._wall_s())
-        for run in runs:
-            medium = run.segment.address.medium.name.lower()
-            self.counts[f"hit_blocks/{medium}"] += run.blocks
-            self.counts[f"hit_bytes/{medium}"] += run.blocks * spec.block_bytes
+        on_files: dict[FileId, SessionNo] = {}
+        blocks = file_blocks = 0
+        for segment, _, count in runs:  # hundreds in a long session: nothing is asked here that can be asked once
+            blocks += count
+            if segment.file_id:
+                file_blocks += count
+                on_files[segment.file_id] = segment.session_no
+        for medium, found in ((Medium.MEMORY, blocks - file_blocks), (Medium.SSD, file_blocks)):
+            if found:
+                self.counts[f"hit_blocks/{medium.name.lower()}"] += found
+                self.counts[f"hit_bytes/{medium.name.lower()}"] += found * spec.block_bytes
         if not pin:
             return Found(runs)
         lease = self.leases.grant(client_id, [session.session_no for session in chain], self._now_s())
         self._files_of_lease[lease.lease_id] = {
-            run.segment.file_id: self.disks[self.catalog.sessions[run.segment.session_no].pool]
-            for run in runs
-            if run.segment.address.medium is Medium.SSD
+            file_id: self.disks[self.catalog.sessions[session_no].pool] for file_id, session_no in on_files.items()
         }
         return Found(runs, lease.lease_id)
 
