@@ -22,6 +22,7 @@ Thread-safe. Errors of RocksDB arrive as bare `Exception`s with text and are tra
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -238,13 +239,11 @@ class RocksRecords:
                 self._db.write(batch)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            with _RocksErrors(f"the journal {self._path} cannot be closed"):
+        """Never raises: what closing could not write to a table is in the log, and read from there."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(FlatCakeError), _RocksErrors(f"the journal {self._path} cannot be closed"):
                 self._db.close()
-        finally:
             self._drop_shadow()
 
     def _shadowed(self, path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -43,12 +44,12 @@ class DiskPath:
     def __init__(self, root: Path, *, boot_id: bytes | None = None, spec: SpaceSpec = SPEC) -> None:
         self.root, self.spec = root, spec
         self.files = SessionFiles(root)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.files.close)
             self.journal = Journal(root / "journal", boot_id=boot_id)
-        except BaseException:
-            self.files.close()
-            raise
-        self.image: JournalImage = self.journal.load()
+            undo.callback(self.journal.close)
+            self.image: JournalImage = self.journal.load()
+            undo.pop_all()
         self.sessions = {s.name: s for s in self.image.sessions.values()}
         self.file_of = {f.session_no: f for f in self.image.files.values()}
         self.segments = list(self.image.segments)
