@@ -27,6 +27,16 @@ def test_waits_are_bounded_at_full_saturation(requests, backlog):
         tokens -= size
         at = later
         arrivals.append((at, size))
+    check_waits(queues, arrivals)
+
+
+def test_a_large_request_gets_its_turn_in_an_endless_stream_of_small_ones():
+    small = min(SIZES)
+    arrivals = [(0.0, small), (0.0, max(SIZES)), *((n * small / BANDWIDTH, small) for n in range(1, 1000))]
+    check_waits(TwoQueues(prefetches_max=1), arrivals)
+
+
+def check_waits(queues: TwoQueues[int], arrivals: list[tuple[float, float]]) -> None:
     backlog_gb = sum(size for when, size in arrivals if when == 0.0)
     began = serve(queues, arrivals)
     for n, (when, size) in enumerate(arrivals):
