@@ -20,20 +20,20 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from flatcake_client import Client, Hit, Overloaded, Part
+from flatcake_client import Client, Hit, Overloaded, Part, Space
+from flatcake_client.engines.landing import Landings, LayerShape
 
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS: Final = 64
 LAYOUT: Final = "transformers/1: k v, heads tokens dim"
-LANDINGS_KEPT: Final = 2  # memory that stays faulted in for the next restores
 # What a configuration says of its file and not of the model.
 CONFIG_NOISE: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 SAMPLES_PER_PARAMETER: Final = 64
@@ -99,13 +99,6 @@ class EngineStats:
     stores_failed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    kv_heads: int
-    head_dim: int
-    device: torch.device
-
-
 class TransformersEngine:
     """A causal LM with a session cache behind it. Thread-safe as far as the model's forward is: torch's is, in eval mode.
 
@@ -151,7 +144,7 @@ class TransformersEngine:
             weights=weights if weights is not None else weights_digest(model),
             layout=LAYOUT,
         )
-        self._landings = _Landings(self._layers, self._dtype, block_tokens)
+        self._landings = Landings(self._layers, self._dtype, block_tokens)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
@@ -180,10 +173,11 @@ class TransformersEngine:
         started_s = time.perf_counter()
         tokens = [int(token) for token in prompt]
         cache, restored = self.restore(tokens, hints) if cached else (self._empty_cache(), Restored())
-        reply = [self._forward(tokens[restored.tokens :], cache)]
+        greedy = self.decode(tokens[restored.tokens :], cache)
+        reply = [next(greedy)]
         ttft_s = time.perf_counter() - started_s
         while len(reply) < max_new_tokens and reply[-1] not in stop_tokens:
-            reply.append(self._forward(reply[-1:], cache))
+            reply.append(next(greedy))
         stored = self.store([*tokens, *reply], cache, hints) if cached else ()
         self._count(
             requests=1,
@@ -230,6 +224,18 @@ class TransformersEngine:
             self._count(stores_failed=1)
             log.warning("a turn was not stored: %s", error)
         return ()
+
+    def decode(self, tokens: Sequence[int], cache: Any) -> Iterator[int]:
+        """Greedy tokens, without end, after what the cache holds and then these tokens. The cache grows as they are taken."""
+        fed = list(tokens)
+        while True:
+            fed = [self._forward(fed, cache)]
+            yield fed[0]
+
+    @property
+    def space(self) -> Space:
+        """Where the model's blocks are."""
+        return self._space
 
     def stats(self) -> EngineStats:
         with self._lock:
@@ -326,59 +332,6 @@ class TransformersEngine:
     def _count(self, **counts: int) -> None:
         with self._lock:
             self._counts.update(counts)
-
-
-class _Landing:
-    """Memory that restores come down in: per layer (2, kv_heads, capacity, block_tokens, head_dim), K and V apart.
-
-    A restore of n blocks uses the front of it densely, so that keys of n blocks are one array.
-    """
-
-    def __init__(self, layers: Iterable[LayerShape], dtype: torch.dtype, block_tokens: int, capacity: int) -> None:
-        self.capacity = capacity
-        self._block_tokens = block_tokens
-        self._shapes = tuple(layers)
-        self._flat = [
-            torch.empty(2 * capacity * shape.kv_heads * block_tokens * shape.head_dim, dtype=dtype, device=shape.device)
-            for shape in self._shapes
-        ]
-
-    def pages(self, blocks: int) -> list[torch.Tensor]:
-        """One view a layer, (blocks, 2, kv_heads, block_tokens, head_dim)."""
-        return [self._dense(layer, blocks).permute(2, 0, 1, 3, 4) for layer in range(len(self._shapes))]
-
-    def keys_values(self, layer: int, blocks: int, usable: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views, each (1, kv_heads, usable * block_tokens, head_dim), of a restore of `blocks`."""
-        keys, values = self._dense(layer, blocks).flatten(2, 3)[:, None, :, : usable * self._block_tokens]
-        return keys, values
-
-    def _dense(self, layer: int, blocks: int) -> torch.Tensor:
-        shape = self._shapes[layer]
-        sizes = (2, shape.kv_heads, blocks, self._block_tokens, shape.head_dim)
-        return self._flat[layer][: int(np.prod(sizes))].view(sizes)
-
-
-class _Landings:
-    """Landings kept for reuse, since first touch of fresh memory is slower than an SSD. Thread-safe."""
-
-    def __init__(self, layers: tuple[LayerShape, ...], dtype: torch.dtype, block_tokens: int) -> None:
-        self._layers, self._dtype, self._block_tokens = layers, dtype, block_tokens
-        self._lock = threading.Lock()
-        self._kept: list[_Landing] = []
-
-    def take(self, blocks: int) -> _Landing:
-        with self._lock:
-            fitting = [landing for landing in self._kept if landing.capacity >= blocks]
-            if fitting:
-                self._kept.remove(fitting[0])
-                return fitting[0]
-        # A power of two, so that a conversation that grows does not need new memory each turn.
-        return _Landing(self._layers, self._dtype, self._block_tokens, 1 << (blocks - 1).bit_length())
-
-    def give(self, landing: _Landing) -> None:
-        """Keep the largest."""
-        with self._lock:
-            self._kept = sorted([*self._kept, landing], key=lambda kept: -kept.capacity)[:LANDINGS_KEPT]
 
 
 def weights_digest(model: Any) -> str:
