@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PROTOS := flatcake_proto/v1/store.proto flatcake_proto/v1/admin.proto
 TYPED := flatcake_server flatcake_client transport/flatcake_transport bench
 # importlib: test files of different rooms may have the same name.
-PYTEST := python -m pytest -q --import-mode=importlib
+PYTEST := python -m pytest -q
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 help:  ## this list

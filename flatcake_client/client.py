@@ -32,6 +32,7 @@ from flatcake_client.rpc import Rpc, Stale, Unknown
 from flatcake_client.space import Hit, Space
 from flatcake_client.tools import STAGING_BYTES, WINDOW_HALF_BYTES, Tools
 from flatcake_client.writer import Turn
+from flatcake_transport.endpoint import default_endpoint
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.mover import MoverStats
 from flatcake_transport.space import SpaceSpec
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 TIMEOUT_S: Final = 2.0  # a lookup takes a millisecond; an engine that waits longer had better recompute
 TRANSFER_TIMEOUT_S: Final = 60.0  # 100 GB from one good SSD
 GREET_PAUSE_S: Final = 1.0  # between two Hellos after one that led nowhere
-SYSTEM_SOCKET: Final = "/run/flatcake/flatcake.sock"
 
 T = TypeVar("T")
 
@@ -306,17 +306,6 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def default_endpoint() -> str:
-    """`FLATCAKE_ENDPOINT`; else the system's socket, or the user's where only that one is there."""
-    named = os.environ.get("FLATCAKE_ENDPOINT")
-    if named:
-        return named
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and not Path(SYSTEM_SOCKET).exists():
-        return f"unix://{runtime}/flatcake/flatcake.sock"
-    return f"unix://{SYSTEM_SOCKET}"
-
-
 def connect(
     endpoint: str | None = None,
     timeout_s: float = TIMEOUT_S,
@@ -342,5 +331,9 @@ def connect(
     program = Path(sys.argv[0] if sys.argv else "").name or "python"
     tools = Tools(window_half_bytes, staging_bytes)
     return Client(
-        endpoint or default_endpoint(), name or f"{program}[{os.getpid()}]", timeout_s, transfer_timeout_s, tools
+        endpoint or default_endpoint(os.environ, os.getuid()),
+        name or f"{program}[{os.getpid()}]",
+        timeout_s,
+        transfer_timeout_s,
+        tools,
     )

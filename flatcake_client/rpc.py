@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -23,6 +22,7 @@ from flatcake_client.keys import KeyArray
 from flatcake_client.records import Found, Grant, Part, Run, TurnHints, Welcome
 from flatcake_proto.v1 import store_pb2, store_pb2_grpc
 from flatcake_transport.address import Address
+from flatcake_transport.endpoint import grpc_target
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
 
@@ -52,24 +52,6 @@ class Stale(Unavailable):
 
 class Unknown(Unavailable):
     """The daemon knows the client but not the space or turn it names."""
-
-
-def grpc_target(endpoint: str) -> str:
-    """What gRPC dials for `unix:///path`, a bare path, or `host:port` (IPv6 in brackets).
-
-    Raises: ValueError: none of them.
-    """
-    if endpoint.startswith("/"):
-        return f"unix:{endpoint}"
-    if endpoint.startswith("unix:"):
-        path = endpoint.removeprefix("unix:").removeprefix("//")
-        if not path:
-            raise ValueError("endpoint unix: names no path: write unix:///run/flatcake/flatcake.sock")
-        return f"unix:{Path(path).absolute()}"
-    host, _, port = endpoint.rpartition(":")
-    if "://" in endpoint or not host or not port.isdecimal() or (":" in host and not host.startswith("[")):
-        raise ValueError(f"endpoint {endpoint!r} is neither unix:///path nor host:port (IPv6 as [::1]:7450)")
-    return f"dns:///{endpoint}"
 
 
 class Rpc:

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flatcake_server.config import default_socket, find_config, load_config, socket_candidates
+from flatcake_server.config import find_config, load_config
 from flatcake_server.units import approximate_size
+from flatcake_transport.endpoint import ENDPOINT_VARIABLE, default_endpoint
 
 # Exit codes of every command.
 EXIT_FOUND: Final = 1  # the answer is no: the law is broken, the demo differs, a session was not dropped
@@ -58,12 +59,12 @@ def print_error(message: object) -> None:
 def endpoint_or_default(endpoint: str | None, environ: Mapping[str, str] | None = None) -> str:
     """Where the daemon is when nobody says: the socket of the configuration, else the first default that is there."""
     environ = os.environ if environ is None else environ
-    if told := endpoint or environ.get("FLATCAKE_ENDPOINT"):
+    if told := endpoint or environ.get(ENDPOINT_VARIABLE):
         return told
     config = load_config(find_config(None, environ), environ)
     if "socket" in config.model_fields_set:
         return str(config.socket)
-    return str(next((path for path in socket_candidates(environ) if path.exists()), default_socket(environ)))
+    return default_endpoint(environ, os.getuid())
 
 
 def cell(name: str, value: Any) -> str:

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,11 +26,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from flatcake_server.units import approximate_size, format_size, parse_duration, parse_listen, parse_size
 from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
+from flatcake_transport.endpoint import socket_candidates
 from flatcake_transport.layout import ALIGN_BYTES, GRANULE_BYTES_MIN
 
 ENVIRONMENT_PREFIX: Final = "FLATCAKE_"
 SYSTEM_CONFIG: Final = Path("/etc/flatcake/flatcake.toml")
-SOCKET_NAME: Final = "flatcake.sock"
 HANDOVER_SUFFIX: Final = ".fds"  # the socket that hands out file descriptors stands beside the one for gRPC
 # sun_path has 108 bytes with its terminating zero; the longer of the two sockets must fit.
 SOCKET_BYTES_MAX: Final = 107 - len(HANDOVER_SUFFIX)
@@ -156,7 +155,7 @@ class NodeConfig(BaseModel):
         description="A session idle for so long gives back the unused tail of its file; its next turn opens another.",
     )
     agent_context_tokens: int = Field(
-        8192,
+        32768,
         ge=0,
         description="Tokens of context above which a turn goes to SSD: a long context is worth one long read, and few "
         "of them would fill the memory.",
@@ -164,8 +163,8 @@ class NodeConfig(BaseModel):
     short_reply_tokens: int = Field(
         512,
         ge=0,
-        description="Tokens of the previous reply up to which a turn counts as an agent's short step and stays in "
-        "memory: its next turn comes soon.",
+        description="Tokens of the previous reply up to which a turn of a short context stays in memory: a short "
+        "exchange, whose next turn comes soon.",
     )
     lease_ttl: Duration = Field(
         30.0,
@@ -294,16 +293,9 @@ def check_ssd_paths(config: NodeConfig) -> None:
             )
 
 
-def socket_candidates(environ: Mapping[str, str]) -> list[Path]:
-    """Where the socket may be when nobody says, best first."""
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    private = Path(runtime) / "flatcake" if runtime else Path(tempfile.gettempdir()) / f"flatcake-{os.getuid()}"
-    return [Path("/run/flatcake") / SOCKET_NAME, private / SOCKET_NAME]
-
-
 def default_socket(environ: Mapping[str, str]) -> Path:
     """The first candidate whose directory can be written, or made by this user."""
-    system, private = socket_candidates(environ)
+    system, private = socket_candidates(environ, os.getuid())
     folder = system.parent
     return system if os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK) else private
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Self
 
 import grpc
 
 from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc
+from flatcake_transport.endpoint import grpc_target
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
 
 # A list of a million sessions is some 300 MB of JSON; a node has at most a few thousand worth listing.
@@ -36,23 +36,6 @@ class CheckStep:
     done: int
     total: int
     report: Document | None = None
-
-
-def grpc_target(endpoint: str) -> str:
-    """What gRPC dials for `unix:///path`, a bare path, or host:port.
-
-    Raises: ValueError: none of them.
-    """
-    if endpoint.startswith("/"):
-        return f"unix:{endpoint}"
-    if endpoint.startswith("unix:"):
-        path = endpoint.removeprefix("unix:").removeprefix("//")
-        if not path:
-            raise ValueError("endpoint unix: names no path: write unix:///run/flatcake/flatcake.sock")
-        return f"unix:{Path(path).absolute()}"
-    if "://" in endpoint or ":" not in endpoint:
-        raise ValueError(f"endpoint {endpoint!r} is neither unix:///path nor host:port")
-    return f"dns:///{endpoint}"
 
 
 class AdminClient:

@@ -16,7 +16,6 @@ from fake_daemon import FakeDaemon
 from kv import Kv
 
 import flatcake_client as fc
-from flatcake_client.client import default_endpoint
 from flatcake_client.rpc import SILENCE_MIN_S
 from flatcake_transport.address import Medium
 
@@ -400,14 +399,3 @@ def test_space_sizes(client):
 def test_wrong_endpoints(endpoint):
     with pytest.raises(ValueError, match="endpoint"):
         fc.connect(endpoint)
-
-
-def test_default_endpoint(monkeypatch, tmp_path):
-    monkeypatch.setenv("FLATCAKE_ENDPOINT", "[::1]:7450")
-    assert default_endpoint() == "[::1]:7450"
-    monkeypatch.delenv("FLATCAKE_ENDPOINT")
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    assert default_endpoint() == "unix:///run/flatcake/flatcake.sock"
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    if not Path("/run/flatcake/flatcake.sock").exists():
-        assert default_endpoint() == f"unix://{tmp_path}/flatcake/flatcake.sock"

@@ -1,0 +1,47 @@
+"""Where a daemon is found: endpoints as people write them, and the sockets tried when nobody names one. Pure.
+
+Client, operator's commands and daemon use the same list, so that what one side makes the other side finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+SOCKET_NAME: Final = "flatcake.sock"
+ENDPOINT_VARIABLE: Final = "FLATCAKE_ENDPOINT"
+
+
+def grpc_target(endpoint: str) -> str:
+    """What gRPC dials for `unix:///path`, a bare path, or `host:port` (IPv6 in brackets).
+
+    Raises: ValueError: none of them.
+    """
+    if endpoint.startswith("/"):
+        return f"unix:{endpoint}"
+    if endpoint.startswith("unix:"):
+        path = endpoint.removeprefix("unix:").removeprefix("//")
+        if not path:
+            raise ValueError("endpoint unix: names no path: write unix:///run/flatcake/flatcake.sock")
+        return f"unix:{Path(path).absolute()}"
+    host, _, port = endpoint.rpartition(":")
+    if "://" in endpoint or not host or not port.isdecimal() or (":" in host and not host.startswith("[")):
+        raise ValueError(f"endpoint {endpoint!r} is neither unix:///path nor host:port (IPv6 as [::1]:7450)")
+    return f"dns:///{endpoint}"
+
+
+def socket_candidates(environ: Mapping[str, str], user_id: int) -> list[Path]:
+    """Where the daemon's socket may be when nobody says, best first: the system's, then this user's."""
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    private = Path(runtime) / "flatcake" if runtime else Path(environ.get("TMPDIR", "/tmp")) / f"flatcake-{user_id}"  # noqa: S108
+    return [Path("/run/flatcake") / SOCKET_NAME, private / SOCKET_NAME]
+
+
+def default_endpoint(environ: Mapping[str, str], user_id: int) -> str:
+    """`FLATCAKE_ENDPOINT`; else the first candidate that is there; else the system's."""
+    named = environ.get(ENDPOINT_VARIABLE)
+    if named:
+        return named
+    candidates = socket_candidates(environ, user_id)
+    return f"unix://{next((path for path in candidates if path.exists()), candidates[0])}"
