@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 import signal
@@ -291,11 +292,17 @@ async def run(config: NodeConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    # A start makes a few objects a segment, and all of them stay: looking through them for garbage, then and ever after,
+    # takes a third of a start with 10 M blocks, and later a tenth of a second out of somebody's lookup.
+    gc.disable()
     try:
         await node.start()
     except FlatCakeError as error:
         log.error("%s", error)
         return 1
+    finally:
+        gc.enable()
+    gc.freeze()
     await stopping.wait()
     log.info("stopping")
     await node.stop()
