@@ -229,9 +229,11 @@ class Retirement:
                 await disk.run(disk.journal.put_file, file.record(session.session_no))
             await disk.run(disk.files.truncate, file.file_id, keep_bytes)
         except FlatCakeError as error:
-            # The tail stays counted as lost until the next start, which cuts the file to what is committed.
+            # It is as long as it was, and stays so: the next start cuts it to what is committed.
             log.warning("session file %x on %s cannot be trimmed: %s", file.file_id, disk.path, error)
-            self.counts["undeletable"] += 1
+            self.counts["untrimmed"] += 1
+            file.size_bytes += disk.releasing.pop(file.base + keep_bytes)
+            disk.files_bytes += tail_bytes
             return
         self._to_free(disk, file.base + keep_bytes)
         self.counts["trimmed"] += 1

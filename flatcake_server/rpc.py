@@ -33,6 +33,7 @@ from flatcake_server.law import Progress
 from flatcake_server.records import KeyArray
 from flatcake_server.store import Store, TurnRequest, UnknownSpace, UnknownTurn
 from flatcake_server.turns import Turn
+from flatcake_transport.address import Address
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
 from flatcake_transport.space import FINGERPRINT_BYTES, Fingerprint, SpaceSpec
 
@@ -291,7 +292,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
     ) -> store_pb2.ReportCorruptReply:
         async with self._edge(context, "report_corrupt"):
             self._known(request)
-            await asyncio.shield(self._store.report_corrupt(request.segments))
+            await asyncio.shield(self._store.report_corrupt([Address(segment) for segment in request.segments]))
             return store_pb2.ReportCorruptReply()
 
 

@@ -401,7 +401,8 @@ class Store:
         for held in turn.holds:
             held.holds -= 1
         await self.reserver.give_back(unwritten)
-        await self.retirement.settle(turn.session)
+        for held in turn.holds:  # what the turn continued may have been quarantined meanwhile
+            await self.retirement.settle(held)
 
     async def report_corrupt(self, bases: Sequence[int]) -> None:
         """Quarantine segments whose bytes differ from their checksums: misses from now on, also after a restart."""
