@@ -37,6 +37,7 @@ from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import OpenFile, StagingPool
 
 ABORT_TIMEOUT_S: Final = 1.0
+PIECE_BYTES: Final = 8 << 20  # two tasks of the memory mover: one for its thread, one for the caller
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,11 +240,31 @@ class Turn:
         plane_bytes = int(layout.plane_bytes[plane])
         start = part.segment.offset + layout.chunk(plane, 0)
         data = self._home.arena(deadline_s - self._now_s())[start : start + part.blocks * plane_bytes]
-        # Without a deadline: when this returns, nobody may still be reading the engine's memory.
-        tools.memory.submit([Move(PagedSpan(source, slots, plane_bytes), MemorySpan(data))]).wait()
-        if self._algorithm:
-            sums = granule_checksums(data, layout.granule_bytes(plane), self._algorithm)
-            self._sums[index][layer] = sums.astype("<u8").tobytes()
+        self._sums[index][layer] = self._copy(tools.memory, PagedSpan(source, slots, plane_bytes), data, layout, plane)
+
+    def _copy(
+        self, mover: Mover, pages: PagedSpan, data: NDArray[np.uint8], layout: SegmentLayout, plane: int
+    ) -> bytes:
+        """Gather one plane into the arena, piece by piece: each is checked while the mover copies the next. Its checksums."""
+        granule_bytes = layout.granule_bytes(plane)
+        step = max(1, PIECE_BYTES // granule_bytes) * int(layout.granule_blocks[plane])
+        pieces, transfers = [], []
+        try:
+            for first in range(0, len(pages.slots), step):
+                span = PagedSpan(pages.pages, pages.slots[first : first + step], pages.plane_bytes)
+                pieces.append(data[first * pages.plane_bytes :][: span.size_bytes])
+                transfers.append(mover.submit([Move(span, MemorySpan(pieces[-1]))]))
+            sums = []
+            for piece, transfer in zip(pieces, transfers, strict=True):
+                transfer.wait()
+                if self._algorithm:
+                    sums.append(granule_checksums(piece, granule_bytes, self._algorithm).astype("<u8").tobytes())
+            return b"".join(sums)
+        finally:
+            # Without a deadline: when this returns, nobody may still be reading the engine's memory.
+            for transfer in transfers:
+                with contextlib.suppress(Unavailable):
+                    transfer.wait()
 
     def _write_file(
         self,
