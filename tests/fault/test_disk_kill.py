@@ -24,8 +24,12 @@ HERE = Path(__file__).parent
 class Zygote:
     """Lets a child die before its n-th step."""
 
-    def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])}
+    def __init__(self, temporary: Path) -> None:
+        # A killed process cannot remove what it keeps in the directory for temporary files: it gets one of its own.
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path]),
+            "TMPDIR": str(temporary),
+        }
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "disk_zygote.py")],
             stdin=subprocess.PIPE,
@@ -45,8 +49,8 @@ class Zygote:
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    one = Zygote()
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    one = Zygote(tmp_path_factory.mktemp("temporary"))
     yield one
     assert one.process.stdin is not None
     assert one.process.stdout is not None
