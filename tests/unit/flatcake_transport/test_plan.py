@@ -102,3 +102,25 @@ def test_writes_need_a_half_of_one_granule(half: int) -> None:
     with pytest.raises(ValueError, match="window_half_bytes"):
         plan_writes(layout_of(4, MIB), 0, window_half_bytes=half)
     assert len(plan_writes(layout_of(4, MIB), 0, window_half_bytes=MIB)) == 4
+
+
+def test_ranges_of_a_few_bytes_take_a_page_each_of_the_half() -> None:
+    layout = layout_of(1, *[100] * 50)
+    half = window_half_bytes_min(layout, whole_granules=False)
+    steps = list(plan_restore([FileRun(1, 0, layout, 0, 1, 0)], range(50), window_half_bytes=half))
+    assert max(step.size_bytes for step in steps) <= half
+    assert sum(len(step.pieces) for step in steps) == 50
+
+
+def test_a_block_asked_for_twice_comes_twice() -> None:
+    layout = layout_of(9, 4096)
+    runs = [FileRun(1, 0, layout, 0, 9, 0), FileRun(1, 0, layout, 2, 2, 9)]
+    (step,) = plan_restore(runs, range(1), window_half_bytes=MIB)
+    assert [(read.offset, read.size_bytes) for read in step.reads] == [(0, 9 * 4096)]
+    assert [(p.position, p.blocks, p.offset) for p in step.pieces] == [(0, 9, 0), (9, 2, 8192)]
+
+
+def test_a_read_is_as_large_as_it_may_be_and_no_larger() -> None:
+    extents = [Extent(1, 0, 4096), Extent(1, 4096, 4096)]
+    assert len(plan_reads(extents, read_bytes_max=8192)) == 1
+    assert len(plan_reads(extents, read_bytes_max=8191)) == 2

@@ -132,7 +132,7 @@ def test_the_gate_bounds_what_is_inside_and_lets_in_by_order_of_arrival() -> Non
         inside.append(size)
 
     for number, size in enumerate((8, 2, 3)):
-        thread = threading.Thread(target=enter, args=(number, size))
+        thread = threading.Thread(target=enter, args=(number, size), daemon=True)
         thread.start()
         arrived.append(thread)
         while len(gate._waiting) <= number:
@@ -151,7 +151,7 @@ def test_the_gate_bounds_what_is_inside_and_lets_in_by_order_of_arrival() -> Non
 def test_what_is_larger_than_the_gate_passes_alone() -> None:
     gate = ByteGate(10)
     gate.enter(50)
-    thread = threading.Thread(target=gate.enter, args=(1,))
+    thread = threading.Thread(target=gate.enter, args=(1,), daemon=True)
     thread.start()
     while not gate._waiting:
         threading.Event().wait(0.001)

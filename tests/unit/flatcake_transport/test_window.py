@@ -127,7 +127,7 @@ def test_who_waits_gets_the_window_that_comes_back_in_order_of_asking() -> None:
 
     threads = []
     for number in range(5):
-        threads.append(threading.Thread(target=ask, args=(number,)))
+        threads.append(threading.Thread(target=ask, args=(number,), daemon=True))
         threads[-1].start()
         asked.acquire()
         while pool.stats().waits <= number:  # it stands in the queue before the next one comes
@@ -157,7 +157,7 @@ def test_a_waiter_notices_a_transfer_that_comes_to_rest() -> None:
     flying = Landing([])
     pool.open_window(0).close([flying])
     got = []
-    waiter = threading.Thread(target=lambda: got.append(pool.open_window(30)))
+    waiter = threading.Thread(target=lambda: got.append(pool.open_window(30)), daemon=True)
     waiter.start()
     flying.landed = True
     waiter.join(30)
