@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from flatcake_server import disk as disk_module
 from flatcake_server.app import Node
 from flatcake_server.config import NodeConfig
+from flatcake_server.disk import Disk
 from flatcake_server.journal import Journal
 from flatcake_server.law import check_data, check_files, check_state
 from flatcake_server.store import TurnRequest
@@ -70,13 +71,21 @@ def pattern(keys: np.ndarray, plane: int, plane_bytes: int) -> np.ndarray:
     return np.tile(keys ^ np.uint8(plane + 1), -(-plane_bytes // 16))[:, :plane_bytes]
 
 
+class Yield:
+    """Let everything else that is ready go first."""
+
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
 class Core:
-    """One node. `crash` and `start` again on the same directories; `fail` breaks one operation to come."""
+    """One node. Its disks' work is done on the loop, so that the same steps always give the same store. `crash` and `start` again on the same directories; `fail` breaks one operation to come."""
 
     def __init__(self, root_path: Path, *, paths: int = 1, ssd_bytes: int = 1 << 20, **options: Any) -> None:
         self.now_s = 1000.0
         self.faults: Counter[str] = Counter()
         self.tripped = 0
+        self._turns = 0
         ssd_paths = [root_path / f"ssd{n}" for n in range(paths)]
         self._records = {path / "journal": DictRecords(self._trip) for path in ssd_paths}
         for path in ssd_paths:
@@ -111,9 +120,21 @@ class Core:
         finally:
             disk_module.Journal = real  # type: ignore[misc]
         for disk in node.disks.values():
+            disk.run = self._on_the_loop(disk)  # type: ignore[method-assign]
             for name in FAULTS[:-1]:
                 setattr(disk.files, name, self._breakable(name, getattr(disk.files, name)))
         return node
+
+    def _on_the_loop(self, disk: Disk) -> Any:
+        async def run(work: Any, *arguments: Any) -> Any:
+            if disk.failure:
+                raise Unavailable(f"out of service: {disk.failure}")
+            self._turns += 1
+            for _ in range(self._turns * 7919 % 5):  # some work takes longer than other
+                await Yield()
+            return work(*arguments)
+
+        return run
 
     def _journal(self, path: Path) -> Journal:
         return Journal(path, records=self._records[path], boot_id=BOOT_ID)

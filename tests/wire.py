@@ -16,7 +16,7 @@ MESSAGE_BYTES_MAX = 64 << 20
 SPEC = SpaceSpec("wire", "u8", 16, (4096,))
 
 
-class Refused(Exception):  # noqa: N818
+class Refused(Exception):
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(code, text)
         self.code, self.text = code, text
@@ -26,7 +26,10 @@ class Wire:
     """One greeted client. `call("Lookup", keys=...)` fills in client and incarnation unless they are given."""
 
     def __init__(self, target: str) -> None:
-        limits = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.max_send_message_length", MESSAGE_BYTES_MAX)]
+        limits = [
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+        ]
         self.channel = grpc.insecure_channel(target, options=[*limits, ("grpc.enable_http_proxy", 0)])
         self.stub = store_pb2_grpc.StoreStub(self.channel)
         self.welcome = self.raw("Hello", protocol=1, client_name="wire")

@@ -279,10 +279,14 @@ def test_a_client_that_floods_and_never_reads_is_cut_off(node):
         connection.recv(1 << 16)
         message = encode_request(Request(Verb.ARENA))
         with pytest.raises(OSError):
-            while True:
-                connection.send(message)
+            flood(connection, message)
         node.until(lambda status: status["clients"] == 0)
     node.check()
+
+
+def flood(connection, message):
+    while True:
+        connection.send(message)
 
 
 def test_keys_are_16_bytes_at_the_client_too(node):
