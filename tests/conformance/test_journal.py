@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from conformance.journals import TESTS
 from journal_places import DictPlace, RocksPlace
-from journals import TESTS
 
 
 @pytest.mark.parametrize("test", TESTS, ids=lambda test: test.__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import replace
 
@@ -148,7 +149,14 @@ def test_a_lie_with_the_right_checksum_is_refused(at, value, match):
 def test_a_space_that_is_none_is_refused():
     data = encode_footer(footer())
     text = SPEC.to_json()
-    for other in (b"[" * len(text), text.replace(b'"model":"m"', b'"model":777'), text.replace(b"16,", b"16 ")):
+    backwards = json.dumps(dict(reversed(json.loads(text).items())), separators=(",", ":")).encode()
+    assert SpaceSpec.from_json(backwards) == SPEC, "the same space, in other bytes"
+    for other in (
+        backwards,
+        b"[" * len(text),
+        text.replace(b'"model":"m"', b'"model":777'),
+        text.replace(b"16,", b"16 "),
+    ):
         lie = bytearray(data.replace(text, other.ljust(len(text))))
         assert lie != data
         with pytest.raises(Corrupt):
