@@ -1,0 +1,1 @@
+"""Knowing your traffic: what a trace says about reuse, and what it would do to a node. Pure but for the plots."""
