@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-from _support import Node, Report, arguments, disk_directory, say
+from _support import GIB, Node, Report, arguments, disk_directory, say
 
 import flatcake_client as fc
 from flatcake_proto.v1 import store_pb2, store_pb2_grpc
@@ -31,8 +31,9 @@ from flatcake_transport.footer import footer_bytes
 from flatcake_transport.layout import segment_layout
 from flatcake_transport.space import SpaceSpec
 
-MODEL = {"model": "bench-8b", "dtype": "bfloat16", "block_tokens": 64, "plane_bytes": [256 << 10] * 32}
-SPEC = SpaceSpec("bench-8b", "bfloat16", 64, (256 << 10,) * 32)
+# Planes as small as can be: the address space of 10 M blocks may not be larger than the file system.
+MODEL = {"model": "bench-tiny", "dtype": "bfloat16", "block_tokens": 64, "plane_bytes": [256] * 4}
+SPEC = SpaceSpec("bench-tiny", "bfloat16", 64, (256,) * 4)
 TURN_BLOCKS = 20
 TURNS = 175
 SESSION_BLOCKS = TURNS * TURN_BLOCKS  # 3,500: a context of 224,000 tokens
@@ -172,7 +173,7 @@ def main() -> None:
     args = arguments(__doc__, thousands=(10_000, "blocks in the large index"), lookups=(2000, "of each way to ask"))
     report = Report("Lookups and restarts")
     with disk_directory(args.dir, JOURNAL_ROOM_BYTES * args.thousands * 1100) as directory:
-        options = {"ssd_bytes": 200 << 40, "memory_bytes": 64 << 20}
+        options = {"ssd_bytes": 32 * GIB, "memory_bytes": 64 << 20}
         (directory / "idle").mkdir()
         with Node(directory / "idle", **options) as node:
             idle_rss_bytes = node.rss_bytes()
