@@ -135,12 +135,14 @@ class ReclaimOrder:
                 break
             known = self._sessions[session]
             stays = any(dependent not in dropped for dependent in known.dependents)
-            if stays or session in dropped or busy(session):  # two ways lead to a parent of two
+            if stays or busy(session):
                 continue
             dropped[session] = None
             freed_bytes += held.size_of[session]
             for parent in known.parents:
                 stamp = self._sessions[parent].stamp
+                # A parent used later is still ahead in the scan. An earlier one is in the heap once at most: it is popped,
+                # and passed over, before its next dependent can go, for that one is younger.
                 if stamp < known.stamp and parent in held.size_of:
                     heappush(freed_parents, (stamp, parent))
         return list(dropped)

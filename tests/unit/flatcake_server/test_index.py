@@ -106,6 +106,23 @@ def test_beyond_the_bound_nothing_of_a_batch_is_added() -> None:
     index.check()
 
 
+def test_copies_within_a_batch_count_once_against_the_bound() -> None:
+    index = BlockIndex(100)
+    keys = some_keys(90)
+    batch = np.concatenate([keys, keys[::-1], keys])
+    assert index.insert(batch, addresses_from(0, 270)).tolist() == [True] * 90 + [False] * 180
+    index.check()
+
+
+def test_many_copies_of_few_keys_keep_the_order_of_the_batch() -> None:
+    index = BlockIndex(1000)
+    keys = some_keys(50)
+    order = np.random.default_rng(4).integers(0, 50, 5000)
+    index.insert(keys[order], addresses_from(0, 5000))
+    first = [int(np.flatnonzero(order == key)[0]) for key in range(50)]
+    assert index.lookup(keys).tolist() == first
+
+
 def test_keys_aimed_at_one_sub_table_are_refused_once_it_is_full() -> None:
     index = BlockIndex(100_000)
     keys = some_keys(SUBS * 2000)

@@ -45,6 +45,12 @@ def test_a_parent_waits_for_its_dependents_and_follows_them_at_once() -> None:
     assert order.victims(1, 1000, {2}.__contains__) == [3]
 
 
+def test_a_parent_used_later_keeps_its_turn() -> None:
+    order = order_of(1, 2, 3)
+    order.depend(1, 3)
+    assert order.victims(1, 20, nobody) == [1, 2]
+
+
 def test_a_dependent_elsewhere_protects_its_parent() -> None:
     order = order_of(1)
     order.add(2)
