@@ -245,13 +245,13 @@ def main() -> None:
     knobs = f"headroom {policy.headroom_share}, growth {policy.growth_share}"
     title = f"reserved / written (at most {RATIO_MAX}), files a session; {knobs}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    names = "trace", "all", "active", "end", "files", "p90", "p99", "max", "GiB", "dropped"
+    names = "trace", "all", "active", "end", "files", "p99", "max", "GiB", "dropped"
     for name in names:
         table.add_column(name, justify="left" if name == "trace" else "right", no_wrap=True)
     for r in results:
         style = None if max(r.ratio_time_weighted, r.ratio_at_end) <= RATIO_MAX else "red"
         shares = (r.ratio_time_weighted, r.ratio_active, r.ratio_at_end, r.files_mean)
-        counts = (r.files_p90, r.files_p99, r.files_max, round(r.written_gib), r.reclaimed)
+        counts = (r.files_p99, r.files_max, round(r.written_gib), r.reclaimed)
         table.add_row(r.trace, *(f"{share:.2f}" for share in shares), *map(str, counts), style=style)
     Console().print(table)
 
