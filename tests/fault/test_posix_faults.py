@@ -196,3 +196,23 @@ def test_after_a_failure_the_commands_not_begun_are_skipped(monkeypatch, file) -
     mover.submit([Move(FileSpan(fd, 0, SIZE), MemorySpan(np.zeros(SIZE, np.uint8)))]).wait(30)
     mover.close()
     os.close(fd)
+
+
+def test_a_direct_command_continues_on_a_page_after_an_odd_end(monkeypatch, file) -> None:
+    """File systems differ in what they say of an odd offset; we never ask."""
+    path, content = file
+    offsets = []
+
+    def odd_once(fd: int, memory: np.ndarray, offset: int) -> int:
+        offsets.append(offset)
+        return os.preadv(fd, [memory], offset) - (100 if len(offsets) == 1 else 0)
+
+    monkeypatch.setattr(posix, "_preadv", odd_once)
+    mover = PosixMover(threads=1)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    memory = aligned(np.zeros(SIZE, np.uint8))
+    mover.submit([Move(FileSpan(fd, 0, SIZE, direct=True), MemorySpan(memory))]).wait(30)
+    assert offsets == [0, SIZE - PAGE]
+    assert np.array_equal(memory, content)
+    mover.close()
+    os.close(fd)

@@ -101,7 +101,7 @@ def kvikio():
 
 
 def span_of(path: Path, size: int) -> tuple[int, FileSpan, np.ndarray]:
-    content = random_bytes(1, size)
+    content = random_bytes(sum(str(path).encode()), size)
     path.write_bytes(content.tobytes())
     fd = os.open(path, os.O_RDWR)
     return fd, FileSpan(fd, 0, size), content
