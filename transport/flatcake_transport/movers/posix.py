@@ -45,7 +45,8 @@ class PosixMover:
     Args:
         threads: commands in flight at most.
         command_bytes_max: a multiple of 4 KiB; larger moves become several commands.
-        in_flight_bytes_max: of all commands under way; a single larger one passes alone.
+        in_flight_bytes_max: of all commands under way; a single larger one passes alone. One window half is right: with
+            more, both halves land together and the disk idles while they are used.
     """
 
     def __init__(
