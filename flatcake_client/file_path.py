@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from flatcake_client.lease import Lease
-from flatcake_client.progress import Progress
+from flatcake_client.progress import DEADLINE, Progress
 from flatcake_client.target import PlacedRun, Target
 from flatcake_client.verify import Verifier
 from flatcake_transport.errors import Corrupt, FlatCakeError, Overloaded, Unavailable
@@ -64,6 +64,7 @@ class FilePath:
         staging: StagingPool,
         files: Callable[[float], Mapping[int, OpenFile]],
         verifier: Verifier | None,
+        late: Callable[[], bool],
         *,
         gap_bytes_max: int,
     ) -> None:
@@ -77,6 +78,7 @@ class FilePath:
         self._files_of = files
         self._files: Mapping[int, OpenFile] = {}
         self._verifier = verifier
+        self._late = late
         self._gap_bytes_max = gap_bytes_max
         self._stream: ReadStream | None = None
         self._planned: deque[Step] = deque()
@@ -187,6 +189,8 @@ class FilePath:
             self._lease.check()
             self._check(step, half)
             pieces = [(piece, self._progress.wanted(piece.position, piece.blocks)) for piece in step.pieces]
+            if self._late():
+                self._progress.stop(Unavailable(DEADLINE))
             if not self._progress.over:
                 self._memory.submit([self._move(half, *piece) for piece in pieces if piece[1]]).wait()
                 for piece, blocks in pieces:

@@ -73,7 +73,7 @@ class Handover:
         """Raises: Unavailable: nobody listens, or the daemon does not know us."""
         self._lock = threading.RLock()
         self._lost = False
-        self._owed = 0  # answers to requests that nobody waits for any more
+        self._owed = False  # an answer to a request that nobody waits for any more
         self._arena: NDArray[np.uint8] | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -155,15 +155,15 @@ class Handover:
         """One question and its answer, as many descriptors as file ids. The caller holds the lock."""
         deadline_s = time.monotonic() + timeout_s
         try:
-            while self._owed:
+            if self._owed:
                 self._settimeout(deadline_s)
                 _close_all(self._receive()[1])
-                self._owed -= 1
+                self._owed = False
             self._settimeout(deadline_s)
             self._socket.send(encode_request(request))
-            self._owed += 1
+            self._owed = True
             reply, fds = self._receive()
-            self._owed -= 1
+            self._owed = False
         except TimeoutError as error:
             raise Unavailable(f"the daemon handed over no descriptors within {timeout_s:.3g} s") from error
         except (OSError, ValueError) as error:

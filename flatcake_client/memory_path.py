@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_client.lease import Lease
-from flatcake_client.progress import Progress
+from flatcake_client.progress import DEADLINE, Progress
 from flatcake_client.target import PlacedRun, Target
 from flatcake_client.verify import Verifier
 from flatcake_transport.errors import Corrupt, Unavailable
@@ -67,6 +67,7 @@ class MemoryPath:
         mover: Mover,
         arena: Callable[[float], NDArray[np.uint8]],
         verifier: Verifier | None,
+        late: Callable[[], bool],
         *,
         job_bytes: int,
     ) -> None:
@@ -78,6 +79,7 @@ class MemoryPath:
         self._arena_of = arena
         self._arena: NDArray[np.uint8] | None = None
         self._verifier = verifier
+        self._late = late
         self._jobs = memory_jobs(runs, target.planes, job_bytes)
         self._flying: deque[tuple[Job, int, Transfer]] = deque()
         self.layers_done = 0 if runs else progress.layers
@@ -94,6 +96,9 @@ class MemoryPath:
                 if job is None:
                     return
                 blocks = self._checked(job)
+                if self._late():
+                    self._progress.stop(Unavailable(DEADLINE))
+                    return
                 self._flying.append((job, blocks, self._mover.submit([self._move(job, blocks)] if blocks else [])))
         except Unavailable as error:
             self._progress.stop(error)

@@ -8,9 +8,13 @@ Invariant: a block is usable when all its layers are in place and so are all blo
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from flatcake_transport.errors import FlatCakeError
+
+DEADLINE: Final = "the restore's deadline has passed"
 
 
 class Progress:

@@ -28,7 +28,7 @@ from flatcake_client.file_path import FilePath
 from flatcake_client.keys import KeyArray, host_integers
 from flatcake_client.lease import Lease
 from flatcake_client.memory_path import JOB_BYTES, MemoryPath
-from flatcake_client.progress import Progress
+from flatcake_client.progress import DEADLINE, Progress
 from flatcake_client.records import Run
 from flatcake_client.target import PlacedRun, Target, place_runs
 from flatcake_client.verify import Verifier
@@ -131,11 +131,12 @@ class Restore:
             verifier = Verifier(spec, hit.shard, keys, hit.lease, hit.report_corrupt)
         aim = Target(target, slot_array, planes)
         self._memory = MemoryPath(
-            in_memory, aim, self._progress, hit.lease, tools.memory, hit.arena, verifier, job_bytes=tools.job_bytes
-        )
+            in_memory, aim, self._progress, hit.lease, tools.memory, hit.arena, verifier, self._late,
+            job_bytes=tools.job_bytes,
+        )  # fmt: skip
         self._files = FilePath(
             on_files, aim, self._progress, hit.lease, tools.files, tools.memory, tools.staging, hit.files, verifier,
-            gap_bytes_max=tools.gap_bytes_max,
+            self._late, gap_bytes_max=tools.gap_bytes_max,
         )  # fmt: skip
         self._closed = False
 
@@ -203,7 +204,7 @@ class Restore:
             lease.keep(self._left_s())
             left_s = self._left_s()
             if left_s <= 0:
-                progress.stop(Unavailable("the restore's deadline has passed"))
+                progress.stop(Unavailable(DEADLINE))
             elif not lease.alive():
                 progress.stop(Unavailable("the lease on the hit has ended: its bytes may be gone"))
             else:
@@ -219,6 +220,9 @@ class Restore:
 
     def _left_s(self) -> float:
         return self._deadline_s - self._now_s()
+
+    def _late(self) -> bool:
+        return self._left_s() <= 0
 
     def _finish(self) -> None:
         if not self._closed:

@@ -24,8 +24,10 @@ from flatcake_transport.plan import window_half_bytes_min
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import StagingPool, StagingStats, aligned_buffer
 
-WINDOW_HALF_BYTES: Final = 16 << 20
-STAGING_BYTES: Final = 512 << 20
+# With 4 MiB commands, 8 are under way a half. Measured on a 2-core virtual disk, restore over raw: 8 MiB 0.7-0.85, 16 MiB 0.83,
+# 32 MiB 0.95, 48 and 64 MiB no more.
+WINDOW_HALF_BYTES: Final = 32 << 20
+STAGING_BYTES: Final = 1 << 30
 WRITE_HALF_BYTES: Final = 8 << 20
 WRITE_SHARE: Final = 4  # one part in four of the staging
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 
 import grpc
@@ -305,26 +308,53 @@ def test_forked_child_is_told(daemon, client):
     hit.release()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # from Python 3.12 on
 def test_the_end_of_the_parent_is_seen_though_a_child_lives(daemon):
-    """The child's copy of the socket is closed at once, else leases of a dead parent would never end."""
-    client = fc.connect(daemon.endpoint)
-    Kv(client)
-    parent_end, child_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(child_end)
-        os.read(parent_end, 1)
-        os._exit(0)
-    os.close(parent_end)
-    client.close()
-    deadline = time.monotonic() + 5
-    while daemon.attached and time.monotonic() < deadline:
-        os.sched_yield()
-    attached = set(daemon.attached)
-    os.close(child_end)
-    os.waitpid(pid, 0)
+    """The child's copy of the socket is closed at once, else leases of a killed parent would never end."""
+    code = dedent(f"""
+        import os, signal, sys
+        sys.path[:0] = {sys.path!r}
+        import flatcake_client as fc
+        from kv import Kv
+        kv = Kv(fc.connect({daemon.endpoint!r}))
+        if os.fork() == 0:
+            os.read(0, 1)  # lives until the test says so
+            os._exit(0)
+        print("forked", flush=True)
+        os.read(0, 1)
+    """)
+    stdin, tell = os.pipe()
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdin=stdin, stdout=subprocess.PIPE) as parent:
+        os.close(stdin)
+        assert parent.stdout.readline() == b"forked\n"
+        assert len(daemon.attached) == 1
+        parent.kill()
+        deadline = time.monotonic() + 5
+        while daemon.attached and time.monotonic() < deadline:
+            os.sched_yield()
+        attached = set(daemon.attached)
+        os.close(tell)
     assert not attached
+
+
+def test_a_connection_outlives_its_turns_and_no_longer(daemon, client):
+    """Another daemon was greeted meanwhile: the old connection stays until the turn begun on it is over, then it is closed."""
+    kv = Kv(client)
+    turn = kv.space.begin_turn(kv.space.keys(kv.tokens(1, 3)))
+    old = client._connection
+    daemon.clients.clear()
+    kv.store(kv.tokens(2, 3))
+    assert client._connection is not old
+    assert old.lost()
+    assert old.handover._socket.fileno() >= 0, "closed under a turn"
+    turn.abort()
+    assert old.handover._socket.fileno() == -1
+
+
+def test_halves_grow_with_the_planes(daemon):
+    with fc.connect(daemon.endpoint, window_half_bytes=4096, staging_bytes=16 << 20) as client:
+        kv = Kv(client, plane_bytes=300_001)
+        kv.store(kv.tokens(1, 5))
+        assert kv.hit(kv.tokens(1, 5)) == 5
 
 
 def test_close_gives_all_back(daemon, client):

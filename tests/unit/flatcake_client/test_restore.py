@@ -118,8 +118,8 @@ def test_a_lapsed_lease_is_an_error_after_the_copy(chain, hit, movers, pages):
 
 @pytest.mark.parametrize("file_id", [0, 1], ids=["memory", "file"])
 def test_bytes_that_change_when_the_lease_ends_are_not_usable(tmp_path, movers, file_id):
-    """The copy itself runs while the lease ends: what it brought may be anything."""
-    chain = Chain(SPEC, tmp_path, np.random.default_rng(0))
+    """The copy itself runs while the lease ends: what it brought may be anything. One layer: nothing is asked after it."""
+    chain = Chain(SpaceSpec("m", "u8", 4, (64 << 10,)), tmp_path, np.random.default_rng(0))
     chain.add(file_id=file_id, before=0, blocks=4, behind=0)
     hit = FakeHit(chain)
     real = movers.memory.submit
@@ -135,7 +135,7 @@ def test_bytes_that_change_when_the_lease_ends_are_not_usable(tmp_path, movers, 
     else:
         movers.memory.submit = slow
     tools = movers.reading(hit)
-    pages = [np.zeros((4, 64 << 10), np.uint8) for _ in range(3)]
+    pages = [np.zeros((4, 64 << 10), np.uint8)]
     restore = Restore(hit, tools, pages, np.arange(4), 0, 10.0, now_s=hit.clock)
     assert restore.wait() == 0
     with pytest.raises(RestoreUnavailable, match="lease"):
@@ -180,6 +180,57 @@ def test_a_dead_file_costs_its_own_blocks(chain, hit, movers, pages):
     assert not hit.reported, "a read that fails is not damage"
 
 
+def test_a_fault_in_a_later_layer(chain, hit, movers, pages):
+    """Layer 0 is there when file 2 begins to fail: the rest of what lies before it still comes to its own layers."""
+    hit.files(1.0)
+    dead = hit.opened[2].fd
+    real = movers.files.submit
+
+    def submit(moves):
+        sources = [move.source for move in moves]
+        movers.files.fails = lambda _: any(
+            getattr(source, "fd", -1) == dead and source.offset >= 4 * (64 << 10) for source in sources
+        )
+        return real(moves)
+
+    movers.files.submit = submit
+    restore, _ = begin(hit, movers, pages)
+    restore.wait_layer(0)
+    assert restore.wait() == 10
+    assert all(right(chain, pages, layer, 10) for layer in range(3))
+
+
+def test_copies_under_way_at_the_deadline_have_landed(chain, hit, movers, pages):
+    """A mover that copies only in `wait`: when the restore returns, none of its copies is still to come."""
+
+    class Lazy:
+        def __init__(self, moves):
+            self.moves, self.landed = moves, False
+
+        def done(self):
+            return self.landed
+
+        def wait(self, timeout_s=None):
+            assert timeout_s is None
+            if not self.landed:
+                real(self.moves).wait()
+                self.landed = True
+
+    transfers = []
+    real = movers.memory.submit
+
+    def submit(moves):
+        hit.clock.now_s += 2.0
+        transfers.append(Lazy(moves))
+        return transfers[-1]
+
+    movers.memory.submit = submit
+    restore, _ = begin(hit, movers, pages, timeout_s=3.0, job_bytes=64 << 10)
+    assert restore.wait() == 0
+    assert len(transfers) == 2, "a copy began after the deadline"
+    assert all(transfer.landed for transfer in transfers)
+
+
 def test_a_fault_that_passes_costs_nothing(chain, hit, movers, pages):
     failures = [True]
     movers.files.fails = lambda _: bool(failures) and failures.pop()
@@ -206,6 +257,19 @@ def test_no_arena_leaves_nothing_behind_it(chain, hit, movers, pages):
     restore, _ = begin(hit, movers, pages)
     assert restore.wait() == 0
     assert begin(hit, movers, pages, first=4)[0].wait() == 14
+
+
+def test_an_arena_that_comes_after_the_deadline_is_not_copied_from(chain, hit, movers, pages):
+    real = hit.arena
+
+    def slow(timeout_s):
+        hit.clock.now_s += timeout_s
+        return real(timeout_s)
+
+    hit.arena = slow
+    restore, _ = begin(hit, movers, pages, timeout_s=1.0)
+    assert restore.wait() == 0
+    assert not any(page.any() for page in pages)
 
 
 def test_a_run_outside_the_arena_is_no_crash(chain, hit, movers, pages):
@@ -255,6 +319,18 @@ def test_another_segment_is_told_by_its_footer(chain, hit, movers, pages):
     hit.keys[10:] ^= 1
     assert begin(hit, movers, pages)[0].wait() == 10
     assert set(hit.reported) == {int(hit.runs[2].segment)}
+
+
+def test_a_file_refused_by_its_footer_takes_no_window_along(tmp_path, movers):
+    chain = Chain(SPEC, tmp_path, np.random.default_rng(0))
+    chain.add(file_id=1, before=0, blocks=4, behind=0)
+    hit = FakeHit(chain, verify=True)
+    hit.keys = hit.keys ^ 1
+    tools = movers.reading(hit)
+    pages = [np.zeros((4, 64 << 10), np.uint8) for _ in range(3)]
+    assert Restore(hit, tools, pages, np.arange(4), 0, 10.0, now_s=hit.clock).wait() == 0
+    assert tools.staging.stats().windows_out == 0
+    hit.close()
 
 
 def test_nothing_is_called_damaged_without_a_lease(chain, hit, movers, pages):
