@@ -167,7 +167,7 @@ class Store:
         Raises: UnknownSpace. Overloaded: as many leases as there may be.
         """
         spec = self._spec(fingerprint)
-        runs = self.catalog.runs(spec, fingerprint, self.catalog.index.prefix(keys))
+        runs = self.catalog.prefix(spec, fingerprint, keys)
         self.counts["lookups"] += 1
         self.counts["lookup_blocks"] += len(keys)
         if not runs:
