@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from flatcake_server.catalog import Session, SessionFile
@@ -77,12 +77,26 @@ def plan_adoption(image: JournalImage, on_disk: Mapping[FileId, int]) -> Adoptio
     return plan
 
 
-def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: int) -> list[Session]:
+@dataclass(slots=True)
+class Taken:
+    """Numbers that the node's other paths use. `new_session_no` gives one that nobody does."""
+
+    new_session_no: Callable[[], SessionNo]
+    session_nos: set[SessionNo] = field(default_factory=set)
+    file_ids: set[FileId] = field(default_factory=set)
+
+
+def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: int, taken: Taken) -> list[Session]:
     """Carry out the plan of one path and return its sessions. Blocks; for the start.
 
     Raises: Unavailable, Overloaded, Corrupt: the path cannot be used.
     """
     on_disk = disk.files.list()
+    if taken.file_ids & (image.files.keys() | on_disk.keys()):
+        raise Unavailable(
+            f"{disk.path} has session files with the numbers of another path's: it belonged to another node. "
+            "Serve it alone, or empty it"
+        )
     if image.fresh and on_disk:
         raise Corrupt(
             f"{disk.path} has {len(on_disk)} session files, but its journal is gone: "
@@ -101,7 +115,10 @@ def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: 
     changed = [file for files in plan.files.values() for file in files if file != image.files[file.file_id]]
     if changed:
         disk.journal.put_file(*changed)
+    _renumber(disk, plan, taken)
     _delete_orphans(disk, plan, on_disk, ssd_range)
+    taken.session_nos.update(record.session_no for record in plan.sessions)
+    taken.file_ids.update(on_disk)
     sessions = [_session(record, plan, image, disk.pool, node_id) for record in plan.sessions]
     disk.files_bytes = sum(session.file_bytes for session in sessions)
     disk.files_count = sum(len(session.files) for session in sessions)
@@ -130,6 +147,24 @@ def _take_range(plan: Adoption, ssd_range: ExtentAllocator) -> None:
                 base = ssd_range.allocate(file.size_bytes)
                 assert base is not None, "256 TiB of addresses are used up"
                 files[at] = replace(file, base=base)
+
+
+def _renumber(disk: Disk, plan: Adoption, taken: Taken) -> None:
+    """Give another number to sessions whose number is another path's: a rebuilt journal counts from 1 again.
+
+    Killed half way, a session may have become two, each whole in itself.
+    """
+    for at, known in enumerate(plan.sessions):
+        if known.session_no not in taken.session_nos:
+            continue
+        old, new = known.session_no, taken.new_session_no()
+        plan.sessions[at] = record = replace(known, session_no=new)
+        plan.files[new] = [replace(file, session_no=new) for file in plan.files.pop(old)]
+        plan.segments[new] = [replace(segment, session_no=new) for segment in plan.segments.pop(old)]
+        for file in plan.files[new]:
+            mine = [segment for segment in plan.segments[new] if segment.file_id == file.file_id]
+            disk.journal.commit(record, file, mine, {})
+        disk.journal.drop(old, [], [])
 
 
 def _delete_orphans(disk: Disk, plan: Adoption, on_disk: Mapping[FileId, int], ssd_range: ExtentAllocator) -> None:

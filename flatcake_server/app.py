@@ -16,12 +16,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 from aiohttp import web
 
-from flatcake_server.adopt import adopt
+from flatcake_server.adopt import Taken, adopt
 from flatcake_server.arena import Arena
 from flatcake_server.catalog import Catalog, Session
 from flatcake_server.clients import Clients
@@ -31,6 +32,7 @@ from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.handover import Handover
 from flatcake_server.index import BlockIndex
+from flatcake_server.journal_records import JournalImage
 from flatcake_server.lease import LeaseTable
 from flatcake_server.placement import Policy
 from flatcake_server.reserve import Numbers, Reserver
@@ -202,25 +204,34 @@ class Node:
 
     def adopt(self) -> None:
         """Open the SSD paths and take over what is on them. Blocks. Raises: as `start`."""
-        sessions: list[Session] = []
+        images: list[tuple[Disk, JournalImage]] = []
         for disk in self.disks.values():
-            try:
+            with self._or_without(disk):
                 disk.open()
                 image = disk.journal.load(self.config.node_id)
-                sessions += adopt(disk, image, self.ssd_range, self.config.node_id)
-            except PathInUse:
-                raise
-            except FlatCakeError as error:
-                if len(self.disks) == 1:
-                    raise
-                # One of several: a dead disk costs its own sessions only.
-                disk.failure = str(error)
-                log.error("SSD path %s is out of service: %s", disk.path, error)
-                continue
-            self.numbers.session_no = max(self.numbers.session_no, image.next_session_no)
-            self.numbers.file_id = max(self.numbers.file_id, image.next_file_id)
-            self.numbers.generation = max(self.numbers.generation, image.next_generation)
+                self.numbers.session_no = max(self.numbers.session_no, image.next_session_no)
+                self.numbers.file_id = max(self.numbers.file_id, image.next_file_id)
+                self.numbers.generation = max(self.numbers.generation, image.next_generation)
+                images.append((disk, image))
+        sessions: list[Session] = []
+        taken = Taken(self.numbers.next_session_no)
+        for disk, image in images:
+            with self._or_without(disk):
+                sessions += adopt(disk, image, self.ssd_range, self.config.node_id, taken)
         self.catalog.load(sorted(sessions, key=lambda session: session.last_used_s))
+
+    @contextlib.contextmanager
+    def _or_without(self, disk: Disk) -> Iterator[None]:
+        """One of several paths may fail to start: it costs its own sessions only."""
+        try:
+            yield
+        except PathInUse:
+            raise
+        except FlatCakeError as error:
+            if len(self.disks) == 1:
+                raise
+            disk.failure = str(error)
+            log.error("SSD path %s is out of service: %s", disk.path, error)
 
     async def _fit_quota(self, disk: Disk) -> None:
         """A quota made smaller since the last start holds from the first request on."""

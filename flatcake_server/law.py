@@ -107,7 +107,8 @@ def _check_ssd(store: Store, ssd_range: ExtentAllocator, sessions: list[Session]
 
 def _check_session(store: Store, session: Session) -> list[str]:
     findings = []
-    if session.gone or store.catalog.find(session.fingerprint, session.name) is not session:
+    named = store.catalog.find(session.fingerprint, session.name)
+    if session.gone or named is None or (named is not session and named.pool == session.pool):
         findings.append(f"session {session.name}: listed, but not to be found by its name")
     if session.files and session.pool == MEMORY_POOL:
         findings.append(f"session {session.name}: has files, but no SSD path")
