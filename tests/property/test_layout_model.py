@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ def test_chunks_do_not_overlap_and_fill_the_segment(spec: SpaceSpec, blocks: int
         for b in range(blocks)
     )
     assert chunks[0][0] == 0
-    for (_, end), (start, _) in zip(chunks, chunks[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(chunks):
         assert end <= start < end + ALIGN_BYTES
     assert chunks[-1][1] <= layout.data_bytes < chunks[-1][1] + ALIGN_BYTES
     assert layout.data_bytes % ALIGN_BYTES == 0
