@@ -65,6 +65,9 @@ class DiskPath:
         self.journal.close()
         self.files.close()
 
+    def sessions_file(self, name: str) -> FileId:
+        return self.file_of[self.sessions[name].session_no].file_id
+
     def take(self, kind: int) -> int:
         self._next[kind] += 1
         return self._next[kind] - 1

@@ -12,6 +12,7 @@ from disk_path import SPEC, DiskPath, flip, raw_file, same_segment, snapshot
 from rocksdict import Options, Rdict
 
 from flatcake_server import offline
+from flatcake_server.scan import SessionFileReader
 from flatcake_server.session import PathInUse
 from flatcake_transport.errors import Corrupt
 from flatcake_transport.space import SpaceSpec
@@ -233,6 +234,7 @@ def test_rebuild(root, loss):
         assert after.sessions[one.session_no].name == before.sessions[two.session_no].name
     for name in ("next_session_no", "next_file_id", "next_generation"):
         assert getattr(after, name) >= getattr(before, name), "ids go on"
+        assert (getattr(after, name) > 1 << 50) == (loss != "nothing"), "from the marks where they can be read"
 
 
 def test_rebuild_finds_what_the_journal_never_heard_of(root):
@@ -276,6 +278,31 @@ def test_rebuild_passes_over_copies_and_stale_footers(root):
     result = offline.rebuild(root)
     assert (result["files"], result["segments"], result["empty_files"]) == (3, 4, 1)
     assert offline.check(root, data=True).ok
+
+
+def test_a_footer_counts_only_where_it_was_written(root):
+    """Bytes that moved to another file or another place in it are not that segment, sound as they are."""
+    with DiskPath(root) as path:
+        moved, shifted = (path.image.files[path.sessions_file(name)] for name in ("b", "c"))
+    raw_file(root, 0x777).parent.mkdir(parents=True, exist_ok=True)
+    raw_file(root, moved.file_id).rename(raw_file(root, 0x777))
+    data = raw_file(root, shifted.file_id).read_bytes()
+    raw_file(root, shifted.file_id).write_bytes(bytes(4096) + data)
+    result = offline.rebuild(root)
+    assert (result["files"], result["segments"], result["empty_files"]) == (1, 2, 2)
+    assert result["corrupt_segments"] == result["strange_segments"] == 0, "they were not even considered"
+
+
+def test_a_file_in_the_place_of_another(root):
+    with DiskPath(root) as path:
+        one, two = (path.sessions_file(name) for name in ("a", "b"))
+        segment = next(s for s in path.segments if s.file_id == two)
+    # The footer of b's only segment, where a's first one would have it if it had as many blocks.
+    data = raw_file(root, two).read_bytes()
+    shutil.copy(raw_file(root, two), raw_file(root, one))
+    assert len(data) == segment.end_offset
+    with SessionFileReader(raw_file(root, one), one) as reader, pytest.raises(Corrupt, match=f"is of file {two:x}"):
+        reader.footer_at(segment.end_offset - 4096)
 
 
 def test_rebuild_keeps_what_the_node_said(root):
