@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from flatcake_server import cli_check, cli_show
+from flatcake_server import cli_check, cli_show, cli_traffic
 from flatcake_server.cli_output import (
     EXIT_FOUND,
     EXIT_UNAVAILABLE,
@@ -70,6 +70,8 @@ app.command("status")(cli_show.status)
 app.add_typer(cli_show.sessions_app, name="sessions")
 app.command("spaces")(cli_show.spaces)
 app.command("check")(cli_check.check)
+app.command("analyze")(cli_traffic.analyze)
+app.command("tune")(cli_traffic.tune)
 
 
 @app.command()

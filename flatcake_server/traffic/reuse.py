@@ -70,7 +70,7 @@ class SessionSizes:
     """By session, as `Traffic.sessions`."""
 
     turns: Ints
-    peak_tokens: Ints  # of the longest prompt
+    peak_tokens: Ints  # prompt and reply, where they are longest
     distinct_blocks: Ints  # every branch once, what is shared with others counted in
 
 
@@ -145,7 +145,7 @@ class _Sharing:
     def sizes(self) -> SessionSizes:
         traffic = self._traffic
         peak = np.zeros(len(traffic.sessions), np.int64)
-        np.maximum.at(peak, traffic.session, traffic.input_tokens)
+        np.maximum.at(peak, traffic.session, traffic.input_tokens + traffic.output_tokens)
         turns = np.bincount(traffic.session, minlength=len(traffic.sessions))
         return SessionSizes(turns, peak, np.array(self._distinct, np.int64))
 

@@ -32,7 +32,17 @@ import numpy as np
 
 from flatcake_transport.chains import ChainNumbers, Ids, SessionGuess
 
-__all__ = ["COMPACT", "KV_CACHE_TESTER", "MOONCAKE", "Ids", "Request", "read_trace", "trace_format", "write_trace"]
+__all__ = [
+    "COMPACT",
+    "KV_CACHE_TESTER",
+    "MOONCAKE",
+    "Ids",
+    "Request",
+    "join_sessions",
+    "read_trace",
+    "trace_format",
+    "write_trace",
+]
 
 COMPACT: Final = "flatcake-trace/1"
 MOONCAKE: Final = "mooncake"
@@ -82,7 +92,7 @@ def read_trace(path: Path, *, spread_s: float = DAY_S, progress: Progress | None
         )
     kind = trace_format(files[0])
     if kind == KV_CACHE_TESTER:
-        yield from _in_order(_read_sessions(files, spread_s, progress), path)
+        yield from join_sessions(_read_sessions(files, spread_s, progress))
     elif path.is_dir():
         raise _wrong(files[0], f"is a trace of its own ({kind}): give the file instead of its directory")
     else:
@@ -131,6 +141,34 @@ def write_trace(path: Path, requests: Iterable[Request]) -> int:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
             count += 1
     return count
+
+
+def join_sessions(sessions: Iterable[tuple[float, Iterable[Request]]]) -> Iterator[Request]:
+    """Requests of many sessions in order of arrival; a session is asked for its first when its start has come.
+
+    Args:
+        sessions: (start in seconds, requests), by start; requests by arrival, none before the start.
+    """
+    ahead: list[tuple[float, int, Request, Iterator[Request]]] = []
+    for n, (start_s, requests) in enumerate(sessions):
+        while ahead and ahead[0][0] <= start_s:
+            yield _next_of(ahead)
+        rest = iter(requests)
+        first = next(rest, None)
+        if first is not None:
+            heapq.heappush(ahead, (first.arrival_s, n, first, rest))
+    while ahead:
+        yield _next_of(ahead)
+
+
+def _next_of(ahead: list[tuple[float, int, Request, Iterator[Request]]]) -> Request:
+    _, n, request, rest = ahead[0]
+    following = next(rest, None)
+    if following is None:
+        heapq.heappop(ahead)
+    else:
+        heapq.heapreplace(ahead, (following.arrival_s, n, following, rest))
+    return request
 
 
 # -- the compact format ------------------------------------------------------------------------------------------------
@@ -202,32 +240,22 @@ def _read_mooncake(path: Path, progress: Progress | None) -> Iterator[Request]:
 # -- kv-cache-tester ---------------------------------------------------------------------------------------------------
 
 
-def _read_sessions(files: list[Path], spread_s: float, progress: Progress | None) -> Iterator[Request]:
-    """Join sessions by time. A file is opened when its session starts, so only open sessions are in memory."""
+def _read_sessions(
+    files: list[Path], spread_s: float, progress: Progress | None
+) -> Iterator[tuple[float, list[Request]]]:
+    """Sessions by start. A file is opened when its session starts, so only open sessions are in memory."""
     starts = sorted((i * _GOLDEN % 1.0 * spread_s, i) for i in range(len(files)))
-    scope, next_id, done, order = "", 0, 0, 0
+    scope, next_id, done = "", 0, 0
     total = sum(file.stat().st_size for file in files)
-    open_: list[tuple[float, int, int, list[Request]]] = []  # arrival, order, position, a session's requests
-    for start_s, i in [*starts, (float("inf"), -1)]:
-        while open_ and open_[0][0] <= start_s:
-            _, at, position, requests = heapq.heappop(open_)
-            yield requests[position]
-            if position + 1 < len(requests):
-                heapq.heappush(open_, (requests[position + 1].arrival_s, at, position + 1, requests))
-        if i < 0:
-            break
+    for start_s, i in starts:
         for document, where in _documents(files[i]):
             told = str(document.get("hash_id_scope") or "local")
             if scope not in ("", told):
-                raise ValueError(
-                    f"{where}: hash_id_scope is {told!r}, in the files before {scope!r}: their ids would collide"
-                )
+                raise _wrong(where, f"hash_id_scope is {told!r}, before it {scope!r}: their ids would collide")
             scope = told
             requests, ids_max = _session_requests(document, where, start_s, next_id if scope == "local" else 0)
             next_id = max(next_id, ids_max + 1)
-            order += 1
-            if requests:
-                heapq.heappush(open_, (requests[0].arrival_s, order, 0, requests))
+            yield start_s, requests
         done += files[i].stat().st_size
         if progress:
             progress(done, total)
