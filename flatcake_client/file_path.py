@@ -3,8 +3,8 @@
     file --read ahead--> window half --check--> slots        one half is scattered while the other fills
 
 A half is trusted when the lease was alive after its reads landed, and, where checksums are asked for, when its granules agree:
-from then on it is ours, whatever happens to the file. When the reads of a half fail, each of them is tried alone: the
-failure cuts at the first block of those that fail again, and what lies before is read on.
+from then on it is ours, whatever happens to the file. When the reads of a half fail, they and then the pieces in
+them are tried alone: the failure cuts at the first piece that fails again, and what lies before is read on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flatcake_client.progress import DEADLINE, Progress
 from flatcake_client.target import PlacedRun, Target
 from flatcake_client.verify import Verifier
 from flatcake_transport.errors import Corrupt, FlatCakeError, Overloaded, Unavailable
+from flatcake_transport.layout import ALIGN_BYTES, align_up
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, MoverStats, Region, Transfer
 from flatcake_transport.plan import FileRun, Piece, Step, plan_restore
 from flatcake_transport.window import OpenFile, ReadStream, StagingPool, Window, aligned_buffer
@@ -232,18 +233,29 @@ class FilePath:
             self._progress.cut(min(positions), error)
 
     def _failing(self, step: Step, window: Window, timeout_s: float) -> list[int]:
-        """Positions of the pieces in the reads that fail."""
-        positions = []
-        for read in step.reads:
-            try:
-                self._read(read.file, read.offset, window.halves[0][: read.size_bytes], timeout_s)
-            except Unavailable:
-                inside = range(read.target, read.target + read.size_bytes)
-                positions += [piece.position for piece in step.pieces if piece.offset in inside]
-            except TimeoutError:
-                window.close(self.moving())
-                raise
+        """Positions of the pieces that cannot be read, each tried alone: a read may span segments, and fail for one."""
+        half, positions = window.halves[0], []
+        try:
+            for read in step.reads:
+                if self._readable(read.file, read.offset, half[: read.size_bytes], timeout_s):
+                    continue
+                for piece in step.pieces:
+                    if read.target <= piece.offset < read.target + read.size_bytes:
+                        start = piece.offset // ALIGN_BYTES * ALIGN_BYTES
+                        size = align_up(piece.offset + piece.size_bytes) - start
+                        if not self._readable(read.file, read.offset + start - read.target, half[:size], timeout_s):
+                            positions.append(piece.position)
+        except TimeoutError:
+            window.close(self.moving())
+            raise
         return positions
+
+    def _readable(self, file_id: int, offset: int, buffer: Any, timeout_s: float) -> bool:
+        try:
+            self._read(file_id, offset, buffer, timeout_s)
+        except Unavailable:
+            return False
+        return True
 
     def _learn(self, verifier: Verifier, window: Window, timeout_s: float) -> bool:
         """Read the footers of the runs. False: not in time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -229,6 +230,23 @@ def test_copies_under_way_at_the_deadline_have_landed(chain, hit, movers, pages)
     assert restore.wait() == 0
     assert len(transfers) == 2, "a copy began after the deadline"
     assert all(transfer.landed for transfer in transfers)
+
+
+def test_a_read_that_spans_segments_fails_for_one(tmp_path, movers):
+    """Two small segments share a read, gap and all; the file ends in the second: the first is usable."""
+    chain = Chain(SpaceSpec("m", "u8", 4, (1,)), tmp_path, np.random.default_rng(0))
+    chain.add(file_id=1, before=0, blocks=2, behind=0)
+    chain.add(file_id=1, before=0, blocks=2, behind=0)
+    os.truncate(chain.path(1), chain.place(2, 0)[1])
+    hit = FakeHit(chain)
+    pages = [np.zeros((4, 1), np.uint8)]
+    assert (
+        Restore(hit, movers.reading(hit, extra_bytes=1 << 16), pages, np.arange(4), 0, 10.0, now_s=hit.clock).wait()
+        == 2
+    )
+    assert np.array_equal(pages[0][:2], chain.kv[0][:2])
+    assert len(movers.files.submitted[0]) == 1, "the segments did not share a read: this tests nothing"
+    hit.close()
 
 
 def test_a_fault_that_passes_costs_nothing(chain, hit, movers, pages):
