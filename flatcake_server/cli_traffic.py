@@ -21,7 +21,7 @@ from flatcake_server.traffic.simulate import Rates
 from flatcake_server.traffic.spans import Traffic, gather
 from flatcake_server.traffic.tune import Recommendation
 from flatcake_server.traffic.tune import tune as recommend
-from flatcake_server.units import approximate_size, parse_duration
+from flatcake_server.units import approximate_size, parse_duration, parse_size
 from flatcake_transport.profiles import PROFILES, generate
 from flatcake_transport.trace import Request, read_trace, write_trace
 
