@@ -19,7 +19,7 @@ Invariants, held by `check`: between a key's home row and its row no row is empt
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Final
 
 import numpy as np
@@ -29,6 +29,7 @@ from flatcake_server.records import KeyArray
 from flatcake_server.stats import IndexStats
 from flatcake_transport.address import MISSING, AddressArray
 from flatcake_transport.errors import Overloaded
+from flatcake_transport.layout import align_up
 
 U64Array = NDArray[np.uint64]
 Int64Array = NDArray[np.int64]
@@ -41,7 +42,7 @@ SUBS: Final = 1 << SUB_BITS
 LOAD_MAX: Final = 0.75  # rows taken before a rebuild; beyond it misses walk far: 8.5 rows at 0.75, 13 at 0.8
 LOAD_MIN: Final = 0.48  # live rows after a removal before a sub-table shrinks: 24 / 0.48 = 50 bytes a block
 GROWTH: Final = 1.25
-CAPACITY_MIN: Final = 64  # 256 sub-tables x 64 rows x 24 bytes = 384 KiB for an empty index
+CAPACITY_MIN: Final = 136  # a step later 170 rows: what a page holds, so less would save nothing. 1 MiB when empty
 PREFIX_KEYS: Final = 4096  # looked up at once by `prefix`: a longer chain stops at its first miss
 WINDOWS: Final = (2, 8, 32)  # rows read a round by the keys still looking, after the home row; the last one repeats
 
@@ -74,8 +75,8 @@ class BlockIndex:
         self._memory = _untouched(SUBS * self._stride * ROW_BYTES)
         self._rows: U64Array = np.frombuffer(self._memory, np.uint64).reshape(-1, 3)
         self._base: Int64Array = np.arange(SUBS, dtype=np.int64) * self._stride
-        stagger = CAPACITY_MIN * GROWTH ** (np.arange(SUBS) / SUBS)
-        self._capacity: Int64Array = stagger.astype(np.int64)
+        self._steps = [0] * SUBS  # of growth, each sub-table has made
+        self._capacity: Int64Array = np.array([self._capacity_at(sub, 0) for sub in range(SUBS)], np.int64)
         self._live: Int64Array = np.zeros(SUBS, np.int64)
         self._taken: Int64Array = np.zeros(SUBS, np.int64)  # live rows and tombstones
         self._blocks = 0
@@ -148,17 +149,16 @@ class BlockIndex:
         self._blocks -= len(rows)
         self._sweep(rows)
         for sub in np.flatnonzero((gone > 0) & (self._live < LOAD_MIN * self._capacity)).tolist():
-            capacity = int(self._capacity[sub])
-            while self._live[sub] < LOAD_MIN * capacity and capacity > CAPACITY_MIN:
-                capacity = max(int(capacity / GROWTH), CAPACITY_MIN)
-            if capacity < self._capacity[sub]:
-                self._rebuild(sub, capacity)
+            steps = self._steps[sub]
+            while steps and self._live[sub] < LOAD_MIN * self._capacity_at(sub, steps):
+                steps -= 1
+            if steps < self._steps[sub]:
+                self._rebuild(sub, steps)
         return len(rows)
 
     def arrays(self) -> tuple[KeyArray, AddressArray]:
         """All keys (n, 16) and their addresses, copied, in no order that means anything."""
-        parts = [self._live_rows(sub) for sub in range(SUBS)]
-        rows = np.concatenate(parts)
+        rows = np.concatenate([self._live_rows(sub) for sub in range(SUBS)])
         return np.ascontiguousarray(rows[:, :2]).view(np.uint8).reshape(-1, KEY_BYTES), ~rows[:, 2]
 
     def stats(self) -> IndexStats:
@@ -210,7 +210,7 @@ class BlockIndex:
         addresses = np.where(match, ~stored, np.uint64(MISSING))
         asked = np.flatnonzero(~match & (stored != EMPTY))
         step, width = step[asked], 1
-        for following in _widths():
+        for following in chain(WINDOWS, repeat(WINDOWS[-1])):
             if not len(asked):
                 return found, addresses
             base, capacity = self._base[subs[asked]], self._capacity[subs[asked]]
@@ -241,7 +241,7 @@ class BlockIndex:
         placed = np.zeros(len(words), np.bool_)
         subs, step = self._homes(hashes)
         asked = np.arange(len(words))
-        for width in _widths():
+        for width in chain(WINDOWS, repeat(WINDOWS[-1])):
             base, capacity = self._base[subs], self._capacity[subs]
             rows = _window(step, width, capacity) + base[:, None]
             seen = self._rows[:, 2][rows]
@@ -284,40 +284,44 @@ class BlockIndex:
         Raises: Overloaded, before anything changed.
         """
         if self._blocks + len(hashes) > self._blocks_max:
-            raise Overloaded(
-                f"the index holds {self._blocks} blocks of {self._blocks_max}: {len(hashes)} more do not fit"
-            )
+            raise Overloaded(f"the index holds {self._blocks} of {self._blocks_max} blocks: {len(hashes)} are too many")
         coming = np.bincount((hashes >> np.uint64(64 - SUB_BITS)).view(np.int64), minlength=SUBS)
         full = np.flatnonzero((coming > 0) & (self._taken + coming > LOAD_MAX * self._capacity))
         plans = []
         for sub in full.tolist():
             live = int(self._live[sub] + coming[sub])
-            capacity = int(self._capacity[sub])
+            steps = self._steps[sub]
+            capacity = self._capacity_at(sub, steps)
             # Tombstones alone fill it: a sweep at the same capacity is enough, if it lasts for a while.
-            while live > LOAD_MAX * capacity or (live > 0.95 * LOAD_MAX * capacity and capacity == self._capacity[sub]):
-                capacity = int(capacity * GROWTH) + 1
-            capacity = min(capacity, self._stride)
+            limit = 0.95 * LOAD_MAX
+            while live > limit * capacity and capacity < self._stride:
+                steps += 1
+                capacity, limit = self._capacity_at(sub, steps), LOAD_MAX
             if live > (1 + LOAD_MAX) / 2 * capacity:
                 raise Overloaded(f"sub-table {sub} of the index is full with {self._live[sub]} blocks: keys are skewed")
-            plans.append((sub, capacity))
+            plans.append((sub, steps))
         end = np.cumsum(coming)
         taken_in = np.zeros(SUBS, np.bool_)
-        for sub, capacity in plans:
-            self._rebuild(sub, capacity, rows[end[sub] - coming[sub] : end[sub]] if rows is not None else None)
+        for sub, steps in plans:
+            self._rebuild(sub, steps, rows[end[sub] - coming[sub] : end[sub]] if rows is not None else None)
             taken_in[sub] = rows is not None
         return taken_in
 
-    def _rebuild(self, sub: int, capacity: int, more: U64Array | None = None) -> None:
+    def _capacity_at(self, sub: int, steps: int) -> int:
+        """Rows of a sub-table after so many steps of growth: the next sub-table has them a 256th of a step later."""
+        return min(int(CAPACITY_MIN * GROWTH ** (steps + sub / SUBS)), self._stride)
+
+    def _rebuild(self, sub: int, steps: int, more: U64Array | None = None) -> None:
         """Lay a sub-table out anew, with `more` rows: sorted by home, no tombstones. At 10 M blocks 40,000 rows."""
         rows = self._live_rows(sub)
         if more is not None:
             rows = np.concatenate((rows, more))
             self._blocks += len(more)
-        old = int(self._capacity[sub])
+        old, capacity = int(self._capacity[sub]), self._capacity_at(sub, steps)
         self._table(sub)[:] = 0
         if capacity < old:
             self._give_back(sub, capacity, old)
-        self._capacity[sub] = capacity
+        self._steps[sub], self._capacity[sub] = steps, capacity
         self._taken[sub] = self._live[sub] = len(rows)
         hashes = self._hash(rows[:, :2])
         order = np.argsort(hashes)
@@ -352,9 +356,8 @@ class BlockIndex:
 
     def _give_back(self, sub: int, capacity: int, old: int) -> None:
         """Return the pages beyond a smaller capacity to the system."""
-        page = mmap.PAGESIZE
-        start = -(-(int(self._base[sub]) + capacity) * ROW_BYTES // page) * page
-        end = -(-(int(self._base[sub]) + old) * ROW_BYTES // page) * page
+        first = int(self._base[sub])
+        start, end = (align_up((first + rows) * ROW_BYTES, mmap.PAGESIZE) for rows in (capacity, old))
         if end > start and hasattr(mmap, "MADV_DONTNEED"):
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
@@ -362,8 +365,7 @@ class BlockIndex:
         return self._rows[self._base[sub] : self._base[sub] + self._capacity[sub]]
 
     def _live_rows(self, sub: int) -> U64Array:
-        table = self._table(sub)
-        return table[table[:, 2] > TOMBSTONE]
+        return (table := self._table(sub))[table[:, 2] > TOMBSTONE]
 
 
 def _untouched(size_bytes: int) -> mmap.mmap:
@@ -393,13 +395,5 @@ def _check_addresses(addresses: AddressArray, keys: int) -> None:
 
 def _window(step: Int64Array, width: int, capacity: Int64Array) -> Int64Array:
     """(n, width) rows within the sub-table from `step` on, wrapping at its end."""
-    rows = step[:, None] + np.arange(width)
-    limit = capacity[:, None]
-    rows -= limit * (rows >= limit)
-    return rows
-
-
-def _widths() -> Iterator[int]:
-    yield from WINDOWS
-    while True:
-        yield WINDOWS[-1]
+    rows, limit = step[:, None] + np.arange(width), capacity[:, None]
+    return rows - limit * (rows >= limit)

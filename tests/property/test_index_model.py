@@ -17,8 +17,8 @@ from flatcake_server.records import KeyArray
 from flatcake_transport.address import MISSING
 from flatcake_transport.errors import Overloaded
 
-KEYS = 180
-BLOCKS_MAX = 130  # of 180: the bound is met
+KEYS = 240
+BLOCKS_MAX = 200  # of 240: the bound is met
 
 
 class OneHome(BlockIndex):
@@ -37,10 +37,10 @@ class FewHomes(BlockIndex):
 
 
 def crowd() -> KeyArray:
-    """Keys of two sub-tables by the real hash, beside keys that differ in one half or one byte, and the zero key."""
-    keys = np.random.default_rng(3).integers(0, 256, (20_000, 16), np.uint8)
+    """Keys of one sub-table by the real hash, beside keys that differ in one half or one byte, and the zero key."""
+    keys = np.random.default_rng(3).integers(0, 256, (60_000, 16), np.uint8)
     subs = BlockIndex(1)._hash(_words(keys)) >> np.uint64(56)
-    chosen = keys[subs <= 1][: KEYS - 20]
+    chosen = keys[subs == 0][: KEYS - 20]
     alike = np.zeros((20, 16), np.uint8)
     alike[1:10, 0] = np.arange(1, 10)
     alike[10:, 15] = np.arange(1, 11)
@@ -129,6 +129,6 @@ class Index(RuleBasedStateMachine):
 
 TestIndex = Index.TestCase
 TestIndex.settings = settings(
-    max_examples=settings().max_examples * 6 // 10,  # of the profile: each step here costs several milliseconds
+    max_examples=settings().max_examples * 4 // 10,  # of the profile: each step here costs several milliseconds
     stateful_step_count=settings().stateful_step_count // 2,
 )

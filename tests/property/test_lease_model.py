@@ -13,7 +13,7 @@ TTL_S = 5
 LEASES_MAX = 4
 CLIENTS = st.integers(1, 3)
 SESSIONS = st.lists(st.integers(1, 4), max_size=4)
-IDS = st.lists(st.integers(0, 12), max_size=4)
+BACK = st.lists(st.integers(-1, LEASES_MAX + 1), max_size=4)  # ids, counted back from the last one granted
 
 
 class Leases(RuleBasedStateMachine):
@@ -47,16 +47,18 @@ class Leases(RuleBasedStateMachine):
         assert (lease.client_id, set(lease.sessions), lease.expires_s) == (client, set(sessions), self.now + TTL_S)
         self.model[lease.lease_id] = (client, set(sessions), self.now + TTL_S)
 
-    @rule(client=CLIENTS, ids=IDS)
-    def renew(self, client: int, ids: list[int]) -> None:
+    @rule(client=CLIENTS, back=BACK)
+    def renew(self, client: int, back: list[int]) -> None:
+        ids = [self.granted - step for step in back]
         self.lapse()
         mine = [lease_id for lease_id in ids if lease_id in self.model and self.model[lease_id][0] == client]
         assert self.table.renew(client, ids, self.now) == mine
         for lease_id in mine:
             self.model[lease_id] = (client, self.model[lease_id][1], self.now + TTL_S)
 
-    @rule(client=CLIENTS, ids=IDS)
-    def release(self, client: int, ids: list[int]) -> None:
+    @rule(client=CLIENTS, back=BACK)
+    def release(self, client: int, back: list[int]) -> None:
+        ids = [self.granted - step for step in back]
         mine = {lease_id for lease_id in ids if lease_id in self.model and self.model[lease_id][0] == client}
         assert self.table.release(client, ids) == len(mine)
         for lease_id in mine:

@@ -80,15 +80,16 @@ def test_a_hundred_thousand_blocks_cost_fifty_bytes_each_at_most_and_the_memory_
 
 
 def test_years_of_coming_and_going_leave_no_tombstones_to_walk() -> None:
-    index = BlockIndex(20_000)
-    keys = some_keys(120_000)
-    for first in range(0, len(keys) - 10_000, 2000):  # 10,000 live at a time
-        index.insert(keys[first : first + 2000], addresses_from(first, 2000))
-        old = first - 8000
+    index = BlockIndex(100_000)
+    keys = some_keys(280_000)
+    for first in range(0, len(keys), 10_000):  # 50,000 live at a time
+        index.insert(keys[first : first + 10_000], addresses_from(first, 10_000))
+        old = first - 40_000
         if old >= 0:
-            assert index.remove(keys[old : old + 2000], addresses_from(old, 2000)) == 2000
+            assert index.remove(keys[old : old + 10_000], addresses_from(old, 10_000)) == 10_000
     index.check()
-    assert index._capacity.sum() < 3 * len(index)  # as started: 10,000 blocks need no more
+    assert len(index) == 40_000
+    assert index._capacity.sum() < 2 * len(index)
     assert index._taken.sum() < LOAD_MAX * index._capacity.sum()
 
 
