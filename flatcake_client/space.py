@@ -27,6 +27,7 @@ from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.handoff import Verb
 from flatcake_transport.layout import SegmentLayout, segment_layout
 from flatcake_transport.mover import Transfer
+from flatcake_transport.paged import device_of
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import OpenFile
 
@@ -274,7 +275,7 @@ class Hit:
         self._client.linger.sweep()
         restore = Restore(
             self,
-            self._client.tools.reading(),
+            self._client.tools.reading(device_of(target[0]) if len(target) else "cpu", verify=self.verify),
             target,
             slots,
             first_block,

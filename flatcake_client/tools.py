@@ -3,12 +3,18 @@
 Reads and writes have staging of their own, so writes never take what a read waits for. Both are bounded; a quarter is for
 writes. Halves grow to what a space's planes need when it is opened. Staging and arena are registered with the memory mover,
 which pins them if the engine's memory turns out to be on a device.
+
+For an engine on a GPU, session files are read straight into windows on its device where cuFile can (GDS). Not when checksums
+are compared: those are computed on the host. Those windows are bounded by `DEVICE_STAGING_BYTES` a device, whatever the
+number of requests; a device that has no room for the first one gets host windows, and a log line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,12 +23,16 @@ from numpy.typing import NDArray
 from flatcake_client.restore import ReadTools
 from flatcake_client.writer import WriteTools
 from flatcake_transport.address import Medium
+from flatcake_transport.errors import Overloaded
 from flatcake_transport.layout import ALIGN_BYTES, align_up, segment_layout
 from flatcake_transport.mover import Mover, MoverStats, Region
 from flatcake_transport.movers import mover_for
+from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.plan import window_half_bytes_min
 from flatcake_transport.space import SpaceSpec
-from flatcake_transport.window import StagingPool, StagingStats, aligned_buffer
+from flatcake_transport.window import StagingPool, StagingStats, aligned_buffer, device_buffer
+
+log = logging.getLogger(__name__)
 
 # With 4 MiB commands, 8 are under way a half. Measured on a 2-core virtual disk, restore over raw: 8 MiB 0.7-0.85, 16 MiB 0.83,
 # 32 MiB 0.95, 48 and 64 MiB no more.
@@ -30,6 +40,7 @@ WINDOW_HALF_BYTES: Final = 32 << 20
 STAGING_BYTES: Final = 1 << 30
 WRITE_HALF_BYTES: Final = 8 << 20
 WRITE_SHARE: Final = 4  # one part in four of the staging
+DEVICE_STAGING_BYTES: Final = 256 << 20  # four windows: the engine's KV wants the rest of the device
 
 
 class Tools:
@@ -41,6 +52,7 @@ class Tools:
         self._staging_bytes = staging_bytes
         self._memory: Mover | None = None
         self._files: Mover | None = None
+        self._direct: dict[str, tuple[Mover, StagingPool] | None] = {}  # by device; None: not there
         self._reading = self._pool(max(window_half_bytes, ALIGN_BYTES), staging_bytes - staging_bytes // WRITE_SHARE)
         self._writing = self._pool(min(window_half_bytes, WRITE_HALF_BYTES), staging_bytes // WRITE_SHARE)
 
@@ -59,9 +71,40 @@ class Tools:
                     f"({self._staging_bytes}) to {8 * need}, or use smaller blocks"
                 ) from error
 
-    def reading(self) -> ReadTools:
+    def reading(self, device: str = "cpu", *, verify: bool = False) -> ReadTools:
+        """What brings bytes to an engine's memory on `device`; `verify`: they are checked on the host before."""
         with self._lock:
+            direct = None if device == "cpu" or verify else self._direct_to(device)
+            if direct is not None:
+                return ReadTools(direct[0], self._memory_mover(), direct[1])
             return ReadTools(self._file_mover(), self._memory_mover(), self._reading)
+
+    def _direct_to(self, device: str) -> tuple[Mover, StagingPool] | None:
+        half_bytes = self._reading.half_bytes
+        if device not in self._direct or (self._direct[device] or (None, self._reading))[1].half_bytes < half_bytes:
+            mover = mover_for(Medium.SSD, device)
+            self._direct[device] = None
+            if isinstance(mover, PosixMover):  # no GDS here: its host windows are the ones we have
+                mover.close()
+            else:
+                staging_bytes = max(DEVICE_STAGING_BYTES, 2 * half_bytes)
+                pool = StagingPool(staging_bytes, half_bytes, allocate=partial(self._device_buffer, mover, device))
+                try:
+                    pool.open_window(0.0).close()
+                except Overloaded as error:
+                    log.warning("files are read through host memory: %s", error)
+                    mover.close()
+                else:
+                    self._direct[device] = (mover, pool)
+        return self._direct[device]
+
+    def _device_buffer(self, mover: Mover, device: str, size_bytes: int) -> Any:
+        try:
+            buffer = device_buffer(size_bytes, device)
+        except RuntimeError as error:  # torch's out of memory
+            raise Overloaded(f"{device} has no {size_bytes} bytes for a window: {error}") from error
+        mover.register(Region(buffer.data_ptr(), size_bytes, device, buffer))
+        return buffer
 
     def writing(self) -> WriteTools:
         with self._lock:
@@ -74,15 +117,20 @@ class Tools:
     def stats(self) -> tuple[dict[str, MoverStats], dict[str, StagingStats]]:
         with self._lock:
             movers = {"memory": self._memory, "files": self._files}
+            pools = {"reads": self._reading, "writes": self._writing}
+            for device, direct in self._direct.items():
+                if direct is not None:
+                    movers[f"files to {device}"], pools[f"reads to {device}"] = direct
             return (
                 {name: mover.stats() for name, mover in movers.items() if mover is not None},
-                {"reads": self._reading.stats(), "writes": self._writing.stats()},
+                {name: pool.stats() for name, pool in pools.items()},
             )
 
     def close(self) -> None:
         """End the threads. Only when nothing moves any more: a disk that hangs would hang this."""
         with self._lock:
-            for mover in (self._memory, self._files):
+            direct = [each[0] for each in self._direct.values() if each is not None]
+            for mover in (self._memory, self._files, *direct):
                 if mover is not None:
                     mover.close()
 

@@ -43,6 +43,11 @@ def on_device(array: object) -> bool:
     return is_tensor(array) and cast("torch.Tensor", array).device.type != "cpu"
 
 
+def device_of(array: object) -> str:
+    """ "cpu", or e.g. "cuda:0"."""
+    return str(cast("torch.Tensor", array).device) if is_tensor(array) else "cpu"
+
+
 def host_array(array: Any) -> NDArray[Any]:
     """A numpy array over the same host memory; floats that numpy lacks (bfloat16) become integers of the same size.
 

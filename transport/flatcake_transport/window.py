@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ from numpy.typing import NDArray
 from flatcake_transport.errors import Overloaded
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, Transfer
 from flatcake_transport.plan import Step
+
+if TYPE_CHECKING:
+    import torch
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the constant is not in every Python's mmap
@@ -50,6 +53,13 @@ def aligned_buffer(size_bytes: int) -> NDArray[np.uint8]:
     except OSError:
         whole[:: mmap.PAGESIZE] = 0
     return whole[start : start + size_bytes]
+
+
+def device_buffer(size_bytes: int, device: str) -> torch.Tensor:
+    """Memory on a device, for windows that files are read into directly. Raises: RuntimeError: the device has no room."""
+    import torch
+
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True, slots=True)
