@@ -40,11 +40,16 @@ def killer(root: Path, module: str, cls: str, method: str, *, at: int, after: bo
 
 FILES = "flatcake_server.session", "SessionFiles"
 JOURNAL = "flatcake_server.journal", "Journal"
+# What is on the disk after one step is what is there before the next, so not both are tried of each.
 COMMIT_STEPS = [
-    (*FILES, "create"),
-    (*FILES, "open_write"),
-    (*FILES, "write_footer"),
-    (*JOURNAL, "commit"),
+    (*FILES, "create", "before", 1),
+    (*FILES, "create", "after", 4),
+    (*FILES, "open_write", "before", 4),
+    (*FILES, "write_footer", "before", 4),
+    (*FILES, "write_footer", "after", 1),
+    (*JOURNAL, "commit", "before", 4),
+    (*JOURNAL, "commit", "after", 1),
+    (*JOURNAL, "commit", "after", 6),
 ]
 
 
@@ -65,11 +70,11 @@ def use_until_dead(daemon: Daemon, kv: Kv, contexts: list, *, turns: int = 40) -
     return committed
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("module", "cls", "method"), COMMIT_STEPS, ids=[step[2] for step in COMMIT_STEPS])
-@pytest.mark.parametrize("at", [1, 4])
-def test_commit(tmp_path, module, cls, method, at, after):
-    daemon = Daemon(tmp_path, wrapper=killer(tmp_path, module, cls, method, at=at, after=after))
+@pytest.mark.parametrize(
+    ("module", "cls", "method", "when", "at"), COMMIT_STEPS, ids=lambda value: str(value).split(".")[-1]
+)
+def test_commit(tmp_path, module, cls, method, when, at):
+    daemon = Daemon(tmp_path, wrapper=killer(tmp_path, module, cls, method, at=at, after=when == "after"))
     with daemon, connect(daemon) as client:
         kv = Kv(client)
         committed = use_until_dead(daemon, kv, [kv.tokens(n, 1) for n in range(3)])
@@ -80,11 +85,16 @@ def test_commit(tmp_path, module, cls, method, at, after):
         newest = dict(committed)
         for tokens in newest.values():
             assert kv.hit(tokens) == len(tokens) // kv.block_tokens
+        assert 0 <= first[2] - stored_blocks(kv, newest) <= 3, "no more than the turn that was under way"
         daemon.kill()
         daemon.start()
         assert adopted(daemon) == first, "a second start gives another store"
         kv.store(kv.tokens(999, 3), session="new")
         assert kv.hit(kv.tokens(999, 3)) == 3
+
+
+def stored_blocks(kv: Kv, newest: dict) -> int:
+    return sum(len(tokens) // kv.block_tokens for tokens in newest.values())
 
 
 def adopted(daemon: Daemon) -> tuple:
@@ -126,7 +136,9 @@ def test_reclaim(tmp_path, module, cls, method, after):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("module", "cls", "method"), [(*JOURNAL, "put_file"), (*FILES, "truncate")], ids=["put_file", "truncate"])
+@pytest.mark.parametrize(
+    ("module", "cls", "method"), [(*JOURNAL, "put_file"), (*FILES, "truncate")], ids=["put_file", "truncate"]
+)
 def test_growth_and_trim(tmp_path, module, cls, method, after):
     """A session outgrows its file: a further one is made and the old one's tail is trimmed; the daemon dies in it."""
     daemon = Daemon(tmp_path, wrapper=killer(tmp_path, module, cls, method, at=1, after=after))
@@ -148,3 +160,49 @@ def test_growth_and_trim(tmp_path, module, cls, method, after):
         daemon.kill()
         daemon.start()
         assert adopted(daemon) == first
+
+
+@pytest.mark.parametrize(
+    ("module", "cls", "method"), [(*JOURNAL, "put_file"), (*FILES, "truncate")], ids=["put_file", "truncate"]
+)
+def test_trim_of_an_idle_session(tmp_path, module, cls, method):
+    """Nobody uses it: its tail is given back behind everybody's back, and the daemon dies in it."""
+    daemon = Daemon(
+        tmp_path,
+        session_trim_after="1s",
+        wrapper=killer(tmp_path, module, cls, method, at=1, after=method == "put_file"),
+    )
+    with daemon, connect(daemon) as client:
+        kv = Kv(client)
+        kv.store(kv.tokens(1, 40))
+        assert daemon.wait(15), "the wrapper never struck"
+        daemon.wrapper = None
+        daemon.start()
+        first = adopted(daemon)
+        assert kv.hit(kv.tokens(1, 40)) == 40
+        daemon.kill()
+        daemon.start()
+        assert adopted(daemon) == first
+
+
+@pytest.mark.parametrize(
+    ("module", "cls", "method"),
+    [(*JOURNAL, "load"), (*FILES, "list"), (*FILES, "delete"), (*FILES, "truncate")],
+    ids=["load", "list", "delete", "truncate"],
+)
+def test_the_start_itself(tmp_path, module, cls, method):
+    """Killed while it adopts, the next start does what this one would have."""
+    with Daemon(tmp_path) as daemon, connect(daemon) as client:
+        kv = Kv(client)
+        kv.store(kv.tokens(1, 6), session="s")
+        turn = kv.space.begin_turn(kv.space.keys(kv.tokens(2, 6)), session="t")
+        assert turn.blocks
+        daemon.kill()  # a file without a journal entry, and one with a tail
+        daemon.wrapper = killer(tmp_path, module, cls, method, at=1, after=True)
+        with pytest.raises(AssertionError, match="the daemon ended"):
+            daemon.start()
+        daemon.wrapper = None
+        daemon.start()
+        assert kv.hit(kv.tokens(1, 6)) == 6
+        assert adopted(daemon)[:2] == (1, 1)
+        turn.abort()

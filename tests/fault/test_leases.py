@@ -17,7 +17,7 @@ from flatcake_transport.movers import posix
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory):
-    options = {"lease_ttl": "1s", "memory_bytes": 2 << 20, "ssd_bytes": 16 << 20, "leases_max": 50}
+    options = {"lease_ttl": "2s", "memory_bytes": 2 << 20, "ssd_bytes": 16 << 20, "leases_max": 50}
     with Daemon(tmp_path_factory.mktemp("lease"), **options) as daemon:
         yield daemon
 
@@ -31,6 +31,11 @@ def law(node):
 
 def pages_for(kv, blocks):
     return [np.full((blocks, kv.plane_bytes), 9, np.uint8) for _ in range(kv.layers)]
+
+
+def stored(kv, blocks):
+    """How much of context 1 is there. Asks without a lease, which on a busy machine could lapse."""
+    return kv.space.lookup(kv.space.keys(kv.tokens(1, blocks)), pin=False, timeout_s=20).blocks
 
 
 def test_lookups_without_reads_leave_no_pins(node):
@@ -47,7 +52,7 @@ def test_lookups_without_reads_leave_no_pins(node):
         assert found > 100, "what is forgotten may fill the table, until it lapses"
         assert node.status()["leases"] <= 50
         node.until(lambda status: status["leases"] == status["pinned_sessions"] == 0)
-        assert kv.hit(kv.tokens(1, 4)) == 4
+        assert stored(kv, 4) == 4
 
 
 def test_as_many_leases_as_there_may_be_are_misses_beyond(node):
@@ -60,7 +65,7 @@ def test_as_many_leases_as_there_may_be_are_misses_beyond(node):
         assert all(isinstance(hit.failure, fc.Overloaded) for hit in hits[50:])
         for hit in hits:
             hit.release()
-        assert kv.hit(kv.tokens(1, 4)) == 4
+        assert stored(kv, 4) == 4
 
 
 @pytest.mark.parametrize("medium", ["memory", "ssd"])
@@ -119,14 +124,14 @@ def test_progress_keeps_a_lease_beyond_its_ttl(node, monkeypatch):
         started = time.monotonic()
 
         def slow(fd, data, offset):
-            until = time.monotonic() + 0.3
+            until = time.monotonic() + 0.6
             while time.monotonic() < until:  # a disk, not a sleep: the thread is busy as it would be in the kernel
                 posix.os.sched_yield()
             return real(fd, data, offset)
 
         monkeypatch.setattr(posix, "_preadv", slow)
         assert kv.hit(kv.tokens(1, 6)) == 6
-        assert time.monotonic() - started > 1.0, "the restore ended within one ttl: it shows nothing"
+        assert time.monotonic() - started > 2.0, "the restore ended within one ttl: it shows nothing"
 
 
 def test_a_leased_session_is_not_dropped(node):
@@ -136,7 +141,7 @@ def test_a_leased_session_is_not_dropped(node):
         with kv.space.lookup(kv.space.keys(kv.tokens(1, 4))):
             assert admin.drop(["busy"]) == {"dropped": [], "busy": ["busy"], "needed": [], "unknown": []}
         assert admin.drop(["busy", "never"]) == {"dropped": ["busy"], "busy": [], "needed": [], "unknown": ["never"]}
-        assert kv.hit(kv.tokens(1, 4)) == 0
+        assert stored(kv, 4) == 0
 
 
 def test_leases_of_a_client_that_goes_end_with_it(node):
