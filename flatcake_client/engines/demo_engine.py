@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,13 +28,16 @@ from flatcake_client.engines.transformers import RequestHints, TransformersEngin
 
 Answer = dict[str, Any]
 
+WINDOW_HALF_BYTES: Final = 4 << 20
+
 
 class DemoEngine:
     """One model on one daemon."""
 
     def __init__(self, endpoint: str, shape: ModelShape, dtype: torch.dtype, block_tokens: int) -> None:
         self._model = make_model(shape, dtype=dtype)
-        self._client = fc.connect(endpoint, name="demo-engine")
+        # Small halves, since sessions here are small: of 25 MB, two halves of 16 MiB would hardly overlap.
+        self._client = fc.connect(endpoint, name="demo-engine", window_half_bytes=WINDOW_HALF_BYTES)
         self._engine = TransformersEngine(self._model, self._client, block_tokens=block_tokens)
         # Libraries choose their kernels at the first call: no request of the demo should pay for that.
         self._engine.generate([1] * 100, 2, cached=False)

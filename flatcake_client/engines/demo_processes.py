@@ -1,0 +1,206 @@
+"""The demo's two processes, and what the disk itself can do.
+
+Both are killed with SIGKILL at moments of the demo's choice and started again: the daemon on the same directory, the engine
+with nothing. Their logs are files beside it, shown when something is not as it should be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import flatcake_client as fc
+from flatcake_transport.window import aligned_buffer
+
+START_TIMEOUT_S: Final = 60.0
+ANSWER_TIMEOUT_S: Final = 120.0
+PAUSE_S: Final = 0.05
+LOG_TAIL_CHARACTERS: Final = 2000
+# Raw reads, as DESIGN section 5 compares: the best of a sweep.
+READ_BYTES: Final = (256 << 10, 1 << 20, 4 << 20, 8 << 20)
+READ_THREADS: Final = (1, 4, 16)
+WRITE_BYTES: Final = 4 << 20
+
+
+class DemoFailed(Exception):
+    """The demo cannot go on; says why."""
+
+
+class _Process:
+    """A child with its log in a file. Started and killed as often as one likes."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._command, self._log = command, log
+        self._child: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("FLATCAKE_")}
+        # The engine's threads shall not spin for each other while the daemon, or another program, wants the core.
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
+        with self._log.open("a", encoding="utf-8") as log:
+            self._child = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True
+            )
+
+    def kill(self, after_s: float = 0.0) -> None:
+        """SIGKILL: no goodbye. Twice is fine."""
+        child, self._child = self._child, None
+        if child is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(after_s)
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                with contextlib.suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
+
+    @property
+    def child(self) -> subprocess.Popen[str]:
+        """Raises: DemoFailed: it is not running."""
+        if self._child is None or self._child.poll() is not None:
+            raise self.failed("it ended")
+        return self._child
+
+    def failed(self, what: str) -> DemoFailed:
+        tail = self._log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:]
+        return DemoFailed(f"{Path(self._log).stem}: {what}. Its log ends:\n{tail}")
+
+
+class DaemonProcess(_Process):
+    """`flatcake serve` on a directory, reached through a unix socket only."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self._socket = directory / "fc.sock"
+        ssd_path = directory / "ssd"
+        ssd_path.mkdir(exist_ok=True)
+        places = ["--ssd-paths", str(ssd_path), "--socket", str(self._socket)]
+        super().__init__(
+            [*_flatcake(), "serve", *places, "--grpc-listen", "off", "--http-listen", "off", *flags],
+            directory / "daemon.log",
+        )
+        self.ssd_path = ssd_path
+
+    @property
+    def endpoint(self) -> str:
+        return f"unix://{self._socket}"
+
+    def wait_ready(self) -> None:
+        """Raises: DemoFailed: it ended, or does not answer in time."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        with fc.connect(self.endpoint, timeout_s=1.0, name="demo") as client:
+            while time.monotonic() < deadline_s:
+                _ = self.child
+                client.open_space("demo-probe", "uint8", 1, [4096])
+                if client.stats().connected:
+                    return
+                time.sleep(PAUSE_S)
+        raise self.failed("it does not answer")
+
+    def check(self) -> bool:
+        """The law, on the living daemon: every byte free, reserved or indexed, exactly one."""
+        command = [*_flatcake(), "check", "--endpoint", self.endpoint, "--json"]
+        return subprocess.run(command, check=False, capture_output=True, timeout=ANSWER_TIMEOUT_S).returncode == 0
+
+
+class EngineProcess(_Process):
+    """demo_engine.py with a model: asked one thing at a time."""
+
+    def __init__(self, directory: Path, endpoint: str, setup: dict[str, Any]) -> None:
+        module = "flatcake_client.engines.demo_engine"
+        super().__init__([sys.executable, "-m", module, endpoint, json.dumps(setup)], directory / "engine.log")
+
+    def wait_ready(self) -> None:
+        """Raises: DemoFailed."""
+        self._read(START_TIMEOUT_S)
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Ask, and do not wait. Raises: DemoFailed."""
+        pipe = self.child.stdin
+        assert pipe is not None
+        try:
+            pipe.write(json.dumps(request) + "\n")
+            pipe.flush()
+        except OSError as error:
+            raise self.failed(f"it takes no request ({error})") from error
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Raises: DemoFailed: it ended, or does not answer in time."""
+        self.send(request)
+        return self._read(ANSWER_TIMEOUT_S)
+
+    def _read(self, timeout_s: float) -> dict[str, Any]:
+        pipe = self.child.stdout
+        assert pipe is not None
+        # An answer is one line and comes after its request, so nothing is left in the pipe's buffer here.
+        readable, _, _ = select.select([pipe], [], [], timeout_s)
+        line = pipe.readline() if readable else ""
+        if not line:
+            raise self.failed("it ended" if readable else "it does not answer")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _flatcake() -> list[str]:
+    """The command of this installation."""
+    beside = Path(sys.executable).with_name("flatcake")
+    found = str(beside) if beside.exists() else shutil.which("flatcake")
+    if found is None:
+        raise DemoFailed("the command flatcake is not installed: pip install 'flatcake[transformers]'")
+    return [found]
+
+
+def raw_read_rates(directory: Path, size_bytes: int, rounds: int) -> Iterator[tuple[str, float]]:
+    """Read a fresh file of a size with O_DIRECT preadv into touched buffers: setting and bytes a second, each of `rounds`.
+
+    Raises: OSError: the file system has no O_DIRECT, or no room.
+    """
+    path = directory / "raw-reads"
+    buffers = [aligned_buffer(max(READ_BYTES)) for _ in range(max(READ_THREADS))]
+    for buffer in buffers:
+        buffer[:] = 1
+    try:
+        with path.open("wb") as file:
+            for start in range(0, size_bytes, WRITE_BYTES):
+                file.write(buffers[0][: min(WRITE_BYTES, size_bytes - start)].tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            for _, read_bytes, threads in itertools.product(range(rounds), READ_BYTES, READ_THREADS):
+                offsets = iter(range(0, size_bytes, read_bytes))  # `next` on it is atomic
+                seconds = _together_s(_reader(fd, offsets, buffer[:read_bytes]) for buffer in buffers[:threads])
+                yield f"{read_bytes >> 10} KiB x {threads}", size_bytes / seconds
+        finally:
+            os.close(fd)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _reader(fd: int, offsets: Iterator[int], buffer: Any) -> Callable[[], None]:
+    def read() -> None:
+        for offset in offsets:
+            os.preadv(fd, [buffer], offset)
+
+    return read
+
+
+def _together_s(tasks: Iterator[Callable[[], None]]) -> float:
+    threads = [threading.Thread(target=task) for task in tasks]
+    started_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - started_s
