@@ -1,0 +1,217 @@
+"""The law finds what is wrong: each thing that must be equal is made unequal once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from core import Core
+from faults import files_of, flip
+
+from flatcake_server.law import check_data, check_files, check_state
+from flatcake_server.records import FileId
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.space import SpaceSpec
+
+ONE = SpaceSpec("one", "u8", 16, (4096, 5000))
+
+
+@pytest.fixture
+def core(tmp_path):
+    """A session on SSD with two segments, a shared head in memory, and a turn under way in both."""
+    node = Core(tmp_path)
+    node.open(ONE)
+    node.put(ONE, [1, 2, 3, 4], share_counts=[2, 2, 1, 1])
+    node.put(ONE, [1, 2, 3, 4, 5])
+    assert node.do(node.begin(ONE, [1, 2, 3, 4, 5, 6])) is not None
+    assert node.do(node.begin(ONE, [7, 8], session="m", share_counts=[2, 2])) is not None
+    node.check(data=True)
+    yield node
+    node.close()
+
+
+def session(core):
+    return core.store.catalog.find(ONE.fingerprint, "s")
+
+
+def segment(core, number=0):
+    return session(core).segments[number]
+
+
+def state(core):
+    return check_state(core.store, core.node.memory, core.node.ssd_range)
+
+
+def reserve_memory(core):
+    core.node.memory.allocate(4096)
+
+
+def lose_memory(core):
+    part = next(part for turn in core.store.turns.values() for part in turn.parts if part.file is None)
+    part.open = False
+
+
+def overlap(core):
+    part = next(part for turn in core.store.turns.values() for part in turn.parts if part.file is None)
+    part.address = next(s.address for s in core.store.catalog.segments if not s.file_id)
+
+
+def take_range(core):
+    core.node.ssd_range.allocate(4096)
+
+
+def miscount_files(core):
+    core.node.disks[1].files_bytes += 1
+
+
+def exceed_quota(core):
+    core.node.disks[1].quota_bytes = 4096
+
+
+def forget_name(core):
+    del core.store.catalog._by_name[ONE.fingerprint, "s"]
+
+
+def misplace_segment(core):
+    session(core).segments[0] = replace(segment(core), file_offset=segment(core).file_offset + 4096)
+
+
+def overlap_segments(core):
+    session(core).segments[1] = replace(segment(core), generation=segment(core, 1).generation)
+
+
+def miscount_committed(core):
+    session(core).files[0].committed_bytes += 4096
+
+
+def miscount_reserved(core):
+    session(core).files[-1].reserved_bytes += 4096
+
+
+def disorder_ends(core):
+    session(core).files[0].tail = 0
+
+
+def lose_segment(core):
+    session(core).segments.pop()
+
+
+def add_key(core):
+    core.store.catalog.index.insert(np.full((1, 16), 7, np.uint8), core.store.catalog.present(segment(core).keys[:1]))
+
+
+def wrong_pins(core):
+    core.store.leases._pins[77] = 1
+
+
+def wrong_order(core):
+    core.store.catalog.order.add_bytes(session(core).session_no, 1, 4096)
+    core.store.catalog.order._pools[1].total_bytes += 1
+
+
+BREAKS = [
+    reserve_memory, lose_memory, overlap, take_range, miscount_files, exceed_quota, forget_name, misplace_segment,
+    overlap_segments, miscount_committed, miscount_reserved, disorder_ends, lose_segment, add_key, wrong_pins, wrong_order,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
+def test_state(core, breaks):
+    assert state(core) == []
+    breaks(core)
+    assert state(core) != []
+
+
+def test_files(core):
+    (path,) = files_of(core.node.disks[1].path)[:1]
+    path.write_bytes(path.read_bytes()[:-4096])
+    assert len(core.do(check_files(core.store))) == 1
+    path.unlink()
+    assert "has None bytes on disk" in core.do(check_files(core.store))[0]
+
+
+def test_stray_files(core):
+    core.node.disks[1].files.create(FileId(0xABC), 4096)
+    assert core.do(check_files(core.store)) == [f"{core.node.disks[1].path}: 1 files on disk belong to no session"]
+
+
+def test_a_disk_that_cannot_be_listed(core):
+    core.fail("list")
+    assert "cannot be listed" in core.do(check_files(core.store))[0]
+
+
+def test_what_changes_during_the_look_is_left_out(core):
+    """A session comes and one goes between the list and the comparison."""
+    disk, real = core.node.disks[1], core.node.disks[1].files.list
+    core.put(ONE, [50], session="goes")
+
+    def slow():
+        listed = real()
+        session = core.store.catalog.find(ONE.fingerprint, "goes")
+        disk.files.delete(session.files[0].file_id)
+        disk.releasing[session.files[0].base] = 0
+        session.files.clear()
+        return listed
+
+    disk.files.list = slow
+    assert core.do(check_files(core.store)) == []
+
+
+def data(core):
+    steps = []
+    found = core.do(check_data(core.store, core.node.arena, lambda done, total: steps.append((done, total))))
+    assert steps[-1][0] == steps[-1][1] > 0
+    return found
+
+
+@pytest.mark.parametrize("where", [0, 5000, -1])
+def test_data_on_ssd(core, where):
+    path = core.node.disks[1].files.path_of(segment(core).file_id)
+    flip(path, segment(core).file_offset + where if where >= 0 else segment(core).end_offset - 1)
+    found = data(core)
+    assert len(found) == 1
+    assert "session s: segment ssd@0" in found[0]
+
+
+@pytest.mark.parametrize("what", ["data", "footer"])
+def test_data_in_memory(core, what):
+    shared = next(s for s in core.store.catalog.segments if not s.file_id)
+    at = shared.address.offset + (0 if what == "data" else shared.total_bytes - 1)
+    core.node.arena.write(at, bytes([core.node.arena.read(at, 1)[0] ^ 1]))
+    assert len(data(core)) == 1
+
+
+def test_a_footer_of_another_segment(core):
+    session(core).segments[0] = replace(segment(core), turn=9)
+    core.store.catalog.segments._segments[core.store.catalog.segments._bases.index(int(segment(core).address))] = (
+        segment(core)
+    )
+    assert "its footer is of another segment" in data(core)[0]
+
+
+def test_data_of_a_file_that_is_gone(core):
+    core.node.disks[1].files.path_of(segment(core).file_id).unlink()
+    assert "cannot be read" in data(core)[0]
+
+
+def test_a_session_stays_while_it_is_read(core):
+    held = []
+    real = core.node.disks[1].run
+
+    async def watched(work, *arguments):
+        held.append(session(core).holds)
+        return await real(work, *arguments)
+
+    before = session(core).holds
+    core.node.disks[1].run = watched
+    assert data(core) == []
+    assert max(held) == before + 1
+    assert session(core).holds == before
+
+
+def test_a_dead_path_is_passed_over(core):
+    core.node.retirement.fail_disk(core.node.disks[1], "dead")
+    with pytest.raises(Unavailable):
+        core.do(core.node.disks[1].run(list))
+    assert core.do(check_files(core.store)) == data(core) == state(core) == []

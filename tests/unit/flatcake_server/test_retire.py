@@ -1,0 +1,196 @@
+"""How space comes back, and what happens where it cannot."""
+
+from __future__ import annotations
+
+import pytest
+from core import Core
+
+from flatcake_transport.errors import Overloaded, Unavailable
+from flatcake_transport.space import SpaceSpec
+
+ONE = SpaceSpec("one", "u8", 16, (4096,))
+
+
+@pytest.fixture
+def core(tmp_path):
+    node = Core(tmp_path, ssd_bytes=64 << 12, memory_bytes=16 << 12)
+    node.open(ONE)
+    yield node
+    node.check(data=True)
+    node.check_rest()
+    node.close()
+
+
+def fill(core, count, first=0, **options):
+    for number in range(first, first + count):
+        core.put(ONE, [number, 0, 0], session=f"s{number}", **options)
+
+
+def names(core):
+    return [core.store.catalog.sessions[number].name for number in core.store.catalog.order.sessions()]
+
+
+def test_the_least_recently_used_go(core):
+    fill(core, 10)
+    assert core.hit(ONE, [0, 0, 0])[0] == 3
+    fill(core, 6, first=10)
+    assert "s0" in names(core)
+    assert "s1" not in names(core)
+    assert names(core)[-1] == "s15"
+    assert core.node.retirement.reclaimed[1] > 0
+
+
+def test_what_is_leased_or_written_stays(core):
+    fill(core, 1)
+    _, lease = core.hit(ONE, [0, 0, 0], pin=True)
+    turn = core.do(core.begin(ONE, [100], session="writes"))
+    fill(core, 30, first=1)
+    assert core.hit(ONE, [0, 0, 0])[0] == 3
+    core.do(core.commit(turn))
+    core.store.release(core.clients[0], [lease])
+    fill(core, 30, first=40)
+    assert core.hit(ONE, [0, 0, 0])[0] == 0
+
+
+def test_a_parent_goes_after_its_forks(core):
+    core.put(ONE, [1, 2], session="parent")
+    core.put(ONE, [1, 2, 3], session="child")
+    fill(core, 30, first=10)
+    assert ("parent" in names(core)) >= ("child" in names(core))
+    with pytest.raises(ValueError):
+        core.node.catalog.order.dependents(999)
+
+
+def test_what_would_not_fit_drops_nothing(core):
+    fill(core, 10)
+    before = names(core)
+    with pytest.raises(Overloaded, match="of its quota"):
+        core.do(core.begin(ONE, [9] * 100, session="large"))
+    assert names(core) == before
+
+
+def test_a_session_dropped_under_a_lease_keeps_its_memory_until_the_lease_ends(core):
+    core.put(ONE, [1, 2], share_counts=[2, 2])
+    _, lease = core.hit(ONE, [1, 2], pin=True)
+    segment = next(iter(core.store.catalog.segments))
+    core.do(core.store.report_corrupt([int(segment.address)]))
+    assert core.hit(ONE, [1, 2])[0] == 0
+    assert core.node.retirement.limbo_bytes == segment.total_bytes
+    assert core.node.memory.used_bytes > 0
+    core.check()
+    core.store.release(core.clients[0], [lease])
+    core.do(core.store.tick(600.0))
+    assert core.node.memory.used_bytes == core.node.retirement.limbo_bytes == 0
+
+
+def test_quarantine_while_a_turn_goes_on_top(core):
+    core.put(ONE, [1, 2], share_counts=[2, 2])
+    turn = core.do(core.begin(ONE, [1, 2, 3]))
+    segment = next(iter(core.store.catalog.segments))
+    core.do(core.store.report_corrupt([int(segment.address), 0x1234000, int(segment.address)]))
+    assert core.store.counts["corrupt_segments"] == 1
+    core.do(core.commit(turn))
+    assert core.hit(ONE, [1, 2, 3])[0] == 0
+    core.put(ONE, [1, 2, 3])
+    assert core.hit(ONE, [1, 2, 3])[0] == 3
+
+
+def test_an_idle_session_gives_back_its_tail(core):
+    core.put(ONE, [1] * 20)
+    session = core.store.catalog.find(ONE.fingerprint, "s")
+    before = session.file_bytes
+    assert before > session.files[0].tail
+    core.now_s += 700
+    core.do(core.store.tick(600.0))
+    assert session.file_bytes == session.files[0].tail < before
+    core.check()
+
+
+@pytest.mark.parametrize("what", ["truncate", "journal"])
+def test_a_tail_that_cannot_be_given_back_stays_the_sessions(core, what):
+    core.put(ONE, [1] * 20)
+    session = core.store.catalog.find(ONE.fingerprint, "s")
+    before = session.file_bytes
+    core.fail(what)
+    core.now_s += 700
+    core.do(core.store.tick(600.0))
+    assert session.file_bytes == before
+    core.check()
+
+
+def test_a_file_that_cannot_be_deleted_is_tried_again(core):
+    fill(core, 1)
+    core.fail("delete")
+    core.do(core.node.retirement.drop(core.store.catalog.find(ONE.fingerprint, "s0")))
+    disk = core.node.disks[1]
+    assert core.hit(ONE, [0, 0, 0])[0] == 0
+    assert (disk.used_bytes, len(disk.condemned)) == (disk.releasing_bytes, 1)
+    core.check()
+    core.do(core.store.tick(600.0))
+    assert disk.used_bytes == 0
+
+
+def test_a_session_that_was_forgotten_is_freed_twice_by_nobody(core):
+    fill(core, 2)
+    session = core.store.catalog.find(ONE.fingerprint, "s0")
+    core.run(*(core.node.retirement.settle(session) for _ in range(2)))
+    assert core.hit(ONE, [0, 0, 0])[0] == 3
+
+
+@pytest.mark.parametrize("when", ["commit", "drop", "discard"])
+def test_a_journal_that_fails_ends_its_path_only(tmp_path, when):
+    core = Core(tmp_path, paths=2)
+    core.open(ONE)
+    fill(core, 4)
+    session = core.store.catalog.find(ONE.fingerprint, "s1")
+    segment = session.segments[0]
+    turn = core.do(core.begin(ONE, [1, 0, 0, 5], session="s1"))
+    core.fail("journal")
+    if when == "commit":
+        with pytest.raises(Unavailable):
+            core.do(core.commit(turn))
+    else:
+        core.do(core.abort(turn))
+        core.do(
+            core.store.report_corrupt([int(segment.address)])
+            if when == "discard"
+            else core.node.retirement.drop(session)
+        )
+    disk = core.node.disks[session.pool]
+    assert "journal cannot be written" in disk.failure
+    core.check()
+    core.check_rest()
+    for number in range(4):
+        expected = 0 if core.node.disks[1 + number % 2] is disk else 3
+        assert core.hit(ONE, [number, 0, 0])[0] == expected
+    fill(core, 4)
+    assert all(core.hit(ONE, [number, 0, 0])[0] == 3 for number in range(4))
+    core.check()
+    core.close()
+
+
+def test_a_shared_head_that_gets_no_room_leaves_no_empty_session(core):
+    """No memory, and the disk is full of what is in use."""
+    begins = [core.begin(ONE, [number] * 8, session=f"w{number}", share_counts=[2] * 8) for number in range(20)]
+    turns = [turn for turn in core.run(*begins) if not isinstance(turn, Overloaded)]
+    assert 2 < len(turns) < 20
+    for turn in turns:
+        core.do(core.abort(turn))
+    assert len(core.store.catalog) == 0
+
+
+def test_memory_alone_makes_one_piece_out_of_many(tmp_path):
+    """Small sessions everywhere, half of them in use: a large one takes what can be had together."""
+    core = Core(tmp_path, paths=0, memory_bytes=64 << 12, memory_high_watermark=1.0, memory_low_watermark=0.9)
+    core.open(ONE)
+    for number in range(32):
+        core.put(ONE, [number], session=f"s{number}")
+    assert core.node.memory.free_bytes == 0
+    core.put(ONE, [100] * 20, session="large")
+    assert core.hit(ONE, [100] * 20)[0] == 20
+    assert core.hit(ONE, [31])[0] == 1
+    with pytest.raises(Overloaded):
+        core.do(core.begin(ONE, [101] * 64, session="too large"))
+    assert core.hit(ONE, [100] * 20)[0] == 20
+    core.check()
+    core.close()
