@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -212,12 +213,19 @@ def test_a_demo_that_is_told_to_stop_leaves_nothing_behind(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-    while len(pids := children.read_text().split()) < 2:
-        assert child.poll() is None
-    child.send_signal(signal.SIGTERM)
-    _, errors = child.communicate(timeout=30)
-    assert child.returncode == 130
-    assert errors == b""
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert list(tmp_path.iterdir()) == []
+    pids = []
+    try:
+        children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+        while len(pids := children.read_text().split()) < 2:
+            assert child.poll() is None
+        child.send_signal(signal.SIGTERM)
+        _, errors = child.communicate(timeout=30)
+        assert child.returncode == 130
+        assert errors == b""
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        child.kill()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)

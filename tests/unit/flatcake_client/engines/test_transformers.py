@@ -9,7 +9,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from in_memory_store import NAMES, InMemoryClient
+from engine_store import NAMES, InMemoryClient
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import flatcake_client as fc
