@@ -252,7 +252,7 @@ def _analysis_tables(document: Mapping[str, Any]) -> list[tuple[str, Rows]]:
     curve = [("LRU cache", "of all blocks", "hit rate")]
     for point in document["hit_rate_by_cache"]:
         if point["marked"]:
-            part = f"1/{1 / point['share_of_different']:.0f}"
+            part = f"1/{1 / point['marked']:.0f}"
             curve.append((approximate_size(point["cache_bytes"]), part, _percent(point["hit_share"])))
     needed = [("of all hits there can be", "LRU cache")]
     for share, point in zip(HIT_SHARES, document["cache_for_hits"], strict=True):

@@ -121,7 +121,8 @@ def _gap(axes: Axes, report: Mapping[str, Any]) -> None:
         if values:
             axes.plot([max(value, 0.1) for value in values], list(shares), color=colour, label=label)
     axes.set(xscale="log", xlabel="since the last use", ylabel="% of reuses", ylim=(0, 100))
-    axes.legend()
+    if axes.lines:
+        axes.legend()
 
 
 def _sessions(axes: Axes, report: Mapping[str, Any]) -> None:

@@ -89,20 +89,20 @@ def report(name: str, traffic: Traffic, reuse: Reuse, *, bytes_per_token: int, m
     return document | {"advice": asdict(advise(_facts(document, reuse, asked, block_bytes, memory_bytes)))}
 
 
-def hit_curve(traffic: Traffic, reuse: Reuse, block_bytes: int) -> list[dict[str, float]]:
-    """Hit rate of an LRU by its size: the CACHE_SHARES, and points between them for a smooth line."""
+def hit_curve(traffic: Traffic, reuse: Reuse, block_bytes: int) -> list[dict[str, float | None]]:
+    """Hit rate of an LRU by its size: those `marked` with one of CACHE_SHARES, and others for a smooth line."""
     unique, asked = traffic.unique_blocks, traffic.accesses
     marked = (np.array(CACHE_SHARES) * unique).astype(np.int64)
     drawn = np.geomspace(max(1, unique // 4096), unique, CURVE_POINTS).astype(np.int64)
     sizes = np.unique(np.concatenate([marked, drawn]))
     sizes = sizes[sizes > 0]
-    marks = set(marked.tolist())
+    marks = dict(zip(marked.tolist(), CACHE_SHARES, strict=True))
     return [
         {
             "cache_bytes": size * block_bytes,
             "share_of_different": size / unique,
             "hit_share": hits / asked,
-            "marked": size in marks,
+            "marked": marks.get(size),
         }
         for size, hits in zip(sizes.tolist(), reuse.runs.hits(sizes).tolist(), strict=True)
     ]

@@ -47,13 +47,14 @@ class ChainNumbers:
         if count == 0:
             return np.empty(0, np.int32), 0
         self._reserve(count)
-        if ids.min() < 0 or ids.max() >= DENSE_LIMIT:
+        dense = (ids >= 0) & (ids < DENSE_LIMIT)
+        # Every id that the table may hold gets its first number there, so one without a ticket was never seen.
+        self._ticket = _grown(self._ticket, int(ids.max(initial=0, where=dense)) + 1)
+        if not dense.all():
             return self._one_by_one(ids)
-        if ids.max() >= len(self._ticket):
-            self._ticket = _grown(self._ticket, int(ids.max()) + 1)
         numbers = self._ticket[ids] - np.int32(1)
         unknown = numbers < 0
-        known = int(unknown.argmax()) if unknown[-1] else count
+        known = int(unknown.argmax()) if unknown.any() else count
         if not unknown[known:].all() or not self._is_chain(numbers[:known]):
             return self._one_by_one(ids)
         if known < count:
@@ -78,25 +79,29 @@ class ChainNumbers:
         numbers = np.empty(len(ids), np.int32)
         parent, known = _ROOT, 0
         for i, block in enumerate(ids.tolist()):
-            in_table = 0 <= block < len(self._ticket)
-            number = int(self._ticket[block]) - 1 if in_table else -1
-            if number < 0 or self._parent[number] != parent:
-                free = in_table and number < 0
-                number = self._other.get((parent, block), -1)
-                if number < 0:
-                    number = self.blocks
-                    self.blocks += 1
-                    self._parent[number] = parent
-                    if free:
-                        self._ticket[block] = number + 1
-                    else:
-                        self._other[parent, block] = number
-                else:
-                    known = i + 1
+            number = self._find(parent, block)
+            if number < 0:
+                number = self._give(parent, block)
             else:
                 known = i + 1
             numbers[i] = parent = number
         return numbers, known
+
+    def _find(self, parent: int, block: int) -> int:
+        ticket = int(self._ticket[block]) if 0 <= block < len(self._ticket) else 0
+        if ticket and self._parent[ticket - 1] == parent:
+            return ticket - 1
+        return self._other.get((parent, block), -1)
+
+    def _give(self, parent: int, block: int) -> int:
+        number = self.blocks
+        self.blocks += 1
+        self._parent[number] = parent
+        if 0 <= block < len(self._ticket) and not self._ticket[block]:
+            self._ticket[block] = number + 1
+        else:
+            self._other[parent, block] = number
+        return number
 
     def _reserve(self, count: int) -> None:
         if self.blocks + count > len(self._parent):

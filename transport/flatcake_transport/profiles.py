@@ -190,7 +190,7 @@ def _session(
     kept_share, regained, edited = _losses(profile, rng, turns)
     head_tokens = len(prompt) * profile.block_tokens
     tokens = head_tokens + int(first.draw(rng, 1)[0])
-    limit_tokens = max(tokens, int(profile.limit_tokens.draw(rng, 1)[0]))
+    limit_tokens = max(tokens + tokens // 4, int(profile.limit_tokens.draw(rng, 1)[0]))  # what it brings along fits
     ids = np.concatenate([prompt, fresh(tokens // profile.block_tokens - len(prompt))])
     for turn in range(turns):
         if turn:

@@ -1,0 +1,43 @@
+"""What `flatcake analyze` and `flatcake tune` refuse, and that they refuse it before any work."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flatcake_server import cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a trace, or --profile NAME"),
+        (["x.jsonl", "--profile", "chat"], "one of the two"),
+        (["--profile", "nobody"], "--profile nobody is unknown: choose claude-code, chat, api"),
+        (["--profile", "chat", "--model", "gpt"], "--model gpt is unknown"),
+        (["--profile", "chat", "--bytes-per-token", "many"], "'many' is no size"),
+        (["--profile", "chat", "--spread", "soon"], "'soon' is no duration"),
+    ],
+)
+@pytest.mark.parametrize("command", ["analyze", "tune"])
+def test_mistakes_are_one_line(command, arguments, message, capsys):
+    assert cli._exit_code([command, *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert message in error
+    assert error.count("\n") == 1
+    assert out == ""
+
+
+@pytest.mark.parametrize("command", ["analyze", "tune"])
+def test_missing_matplotlib_is_said_before_the_trace_is_read(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli._exit_code([command, str(tmp_path / "missing"), "--plot", str(tmp_path)]) == 2
+    assert "pip install 'flatcake[plots]'" in capsys.readouterr().err
+
+
+def test_every_model_that_is_offered_is_known(capsys):
+    assert cli._exit_code(["analyze", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("llama-3.1-8b", "llama-3.1-70b", "deepseek-v3-mla", "claude-code", "chat", "api"):
+        assert name in text.replace("\n", " "), name
