@@ -126,24 +126,27 @@ class ReclaimOrder:
             held.ordered = True
         dropped: dict[int, None] = {}
         freed_bytes = 0
-        # Parents passed over for a dependent that has gone since; being older than the scan, they go first.
+        # Parents the scan passed over for a dependent that has gone since; all older than the scan, they go first.
         freed_parents: list[tuple[int, int]] = []
         scan = iter(held.size_of)
+        scanned_stamp = 0
         while freed_bytes < need_bytes:
-            session = heappop(freed_parents)[1] if freed_parents else next(scan, None)
-            if session is None:
+            if freed_parents:
+                session = heappop(freed_parents)[1]
+            elif (following := next(scan, None)) is not None:
+                session = following
+                scanned_stamp = self._sessions[session].stamp
+            else:
                 break
             known = self._sessions[session]
             stays = any(dependent not in dropped for dependent in known.dependents)
-            if stays or busy(session):
+            if stays or session in dropped or busy(session):  # two dependents may lead to one parent
                 continue
             dropped[session] = None
             freed_bytes += held.size_of[session]
             for parent in known.parents:
                 stamp = self._sessions[parent].stamp
-                # A parent used later is still ahead in the scan. An earlier one is in the heap once at most: it is popped,
-                # and passed over, before its next dependent can go, for that one is younger.
-                if stamp < known.stamp and parent in held.size_of:
+                if stamp < scanned_stamp and parent in held.size_of:
                     heappush(freed_parents, (stamp, parent))
         return list(dropped)
 

@@ -51,6 +51,20 @@ def test_a_parent_used_later_keeps_its_turn() -> None:
     assert order.victims(1, 20, nobody) == [1, 2]
 
 
+def test_a_chain_used_out_of_order_goes_whole_once_its_end_has_gone() -> None:
+    order = order_of(1, 2, 3)
+    order.depend(1, 2)
+    order.depend(3, 1)
+    assert order.victims(1, 1000, nobody) == [3, 1, 2]
+
+
+def test_a_parent_freed_twice_is_dropped_and_counted_once() -> None:
+    order = order_of(1, 2, 3, 4)
+    for child, parent in ((3, 1), (3, 2), (1, 2)):
+        order.depend(child, parent)
+    assert order.victims(1, 35, nobody) == [3, 1, 2, 4]
+
+
 def test_a_dependent_elsewhere_protects_its_parent() -> None:
     order = order_of(1)
     order.add(2)
