@@ -31,7 +31,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from flatcake_client.engines.demo_processes import DaemonProcess, DemoFailed, EngineProcess, raw_read_rates
+from flatcake_client.engines.demo_processes import (
+    DaemonProcess,
+    DemoFailed,
+    EngineProcess,
+    raw_read_rates,
+    undisturbed,
+)
 from flatcake_client.engines.demo_report import Figures, Outcome, Record, document, show
 
 Say = Callable[[str], None]
@@ -166,8 +172,9 @@ class Story:
         )
 
     def close(self) -> None:
-        self._engine.kill()
-        self._daemon.kill()
+        with undisturbed():
+            self._engine.kill()
+            self._daemon.kill()
 
     def _fresh(self, count: int) -> list[int]:
         return [int(token) for token in self._random.integers(0, self._scale.vocab, count)]

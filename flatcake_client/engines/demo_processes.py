@@ -12,6 +12,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -37,6 +38,21 @@ class DemoFailed(Exception):
     """The demo cannot go on; says why."""
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait meanwhile: no child is started that nobody knows of, and none is left. Main thread only."""
+    caught = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: caught.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if caught:
+        raise KeyboardInterrupt
+
+
 class _Process:
     """A child with its log in a file. Started and killed as often as one likes."""
 
@@ -48,7 +64,7 @@ class _Process:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FLATCAKE_")}
         # The engine's threads shall not spin for each other while the daemon, or another program, wants the core.
         environment.setdefault("OMP_WAIT_POLICY", "passive")
-        with self._log.open("a", encoding="utf-8") as log:
+        with self._log.open("a", encoding="utf-8") as log, undisturbed():
             self._child = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True
             )
