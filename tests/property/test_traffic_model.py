@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from traces import NaiveCache, paths, request, traffics
 
@@ -111,6 +111,11 @@ lawless = st.lists(
 )
 
 
+@example([[1], [0, 1]])  # an unknown id before a known one
+@example([[70_000, DENSE_LIMIT + 5], [70_000]])  # a table that is too small at first
+@example([[0, 0], [0]])
+@example([[0, 1], [2, 1], [2, 1, 1], [0, 1, 1]])
+@settings(max_examples=300)
 @given(lawless)
 def test_equal_numbers_mean_equal_prefixes_whatever_the_ids(requests):
     chains, prefix_of, number_of = ChainNumbers(), {}, {}

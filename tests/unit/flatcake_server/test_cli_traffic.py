@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +43,11 @@ def test_every_model_that_is_offered_is_known(capsys):
     text = capsys.readouterr().out
     for name in ("llama-3.1-8b", "llama-3.1-70b", "deepseek-v3-mla", "claude-code", "chat", "api"):
         assert name in text.replace("\n", " "), name
+
+
+def test_every_option_of_the_guide_is_one(capsys):
+    guide = (Path(__file__).parents[3] / "docs/traffic.md").read_text(encoding="utf-8")
+    for command in ("analyze", "tune"):
+        assert cli._exit_code([command, "--help"]) == 0
+    help_text = capsys.readouterr().out
+    assert set(re.findall(r"--[a-z]+(?:-[a-z]+)*", guide)) <= set(re.findall(r"--[a-z]+(?:-[a-z]+)*", help_text))

@@ -135,3 +135,12 @@ def test_requests_without_blocks_are_requests(tmp_path):
     out = tmp_path / "compact.gz"
     write_trace(out, read_trace(file))
     assert [r.ids.tolist() for r in read_trace(out)] == [[], [4]]
+
+
+@pytest.mark.parametrize(("followers", "sessions"), [(6, 1), (7, 8)])
+def test_a_block_that_many_follow_ends_nobody_s_turn(tmp_path, followers, sessions):
+    """One request of one block, then others that go on from it, each otherwise."""
+    chains = [[0], *([0, 1 + n] for n in range(followers))]
+    requests = [request(n, "", ids, block_tokens=512) for n, ids in enumerate(chains)]
+    read = list(read_trace(written(tmp_path, *mooncake_lines(requests))))
+    assert len({r.session for r in read}) == sessions
