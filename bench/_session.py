@@ -36,8 +36,8 @@ class Pages:
     """An engine's paged KV on the host, touched: an array a layer, `spare` slots more than blocks, slots in no order."""
 
     def __init__(self, blocks: int, *, seed: int = 0, spare: int = 16) -> None:
-        whole = aligned_buffer(LAYERS * (blocks + spare) * PLANE_BYTES).reshape(LAYERS, blocks + spare, PLANE_BYTES)
-        self.layers: list[Bytes] = list(whole)
+        self.memory = aligned_buffer(LAYERS * (blocks + spare) * PLANE_BYTES)
+        self.layers: list[Bytes] = list(self.memory.reshape(LAYERS, blocks + spare, PLANE_BYTES))
         self.slots = np.random.default_rng(seed).permutation(blocks + spare)[:blocks]
         self.blocks = blocks
 
@@ -60,7 +60,7 @@ class Pages:
 
 def turn_ends(blocks: int, turns: int) -> list[int]:
     """Where each turn of a context of so many blocks ends."""
-    return np.linspace(0, blocks, turns + 1).astype(int).tolist()[1:]
+    return [int(end) for end in np.linspace(0, blocks, turns + 1)[1:]]
 
 
 def write_session(space: Any, keys: Any, name: str, pages: Pages, ends: Sequence[int], **hints: Any) -> None:

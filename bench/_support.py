@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -153,10 +154,11 @@ class Raw:
         for buffer in self._buffers:
             buffer[:] = noise
 
-    def read_s(self, path: Path, setting: Setting) -> float:
+    def read_s(self, path: Path, setting: Setting, memory: Bytes | None = None) -> float:
+        """The whole file, into a buffer a thread used again and again; or each byte into its own place in `memory`."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
-            return self._run_s(os.preadv, fd, os.fstat(fd).st_size, setting)
+            return self._run_s(os.preadv, fd, os.fstat(fd).st_size, setting, memory)
         finally:
             os.close(fd)
 
@@ -173,15 +175,18 @@ class Raw:
         finally:
             os.close(fd)
 
-    def _run_s(self, command: Callable[..., int], fd: int, size_bytes: int, setting: Setting) -> float:
+    def _run_s(
+        self, command: Callable[..., int], fd: int, size_bytes: int, setting: Setting, memory: Bytes | None = None
+    ) -> float:
         offsets = iter(range(0, size_bytes, setting.command_bytes))  # `next` on it is atomic
 
         def work(buffer: Bytes) -> None:
             for offset in offsets:
                 count = min(setting.command_bytes, size_bytes - offset)
-                assert command(fd, [buffer[:count]], offset) == count
+                place = buffer[:count] if memory is None else memory[offset : offset + count]
+                assert command(fd, [place], offset) == count
 
-        return together_s([lambda b=buffer: work(b) for buffer in self._buffers[: setting.threads]])  # type: ignore[misc]
+        return together_s([partial(work, buffer) for buffer in self._buffers[: setting.threads]])
 
 
 def together_s(tasks: Sequence[Callable[[], object]]) -> float:
@@ -205,6 +210,12 @@ def together_s(tasks: Sequence[Callable[[], object]]) -> float:
         thread.join()
     if errors:
         raise errors[0]
+    return time.perf_counter() - start_s
+
+
+def timed_s(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
     return time.perf_counter() - start_s
 
 

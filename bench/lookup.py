@@ -16,6 +16,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -32,7 +33,7 @@ from flatcake_transport.layout import segment_layout
 from flatcake_transport.space import SpaceSpec
 
 # Planes as small as can be: the address space of 10 M blocks may not be larger than the file system.
-MODEL = {"model": "bench-tiny", "dtype": "bfloat16", "block_tokens": 64, "plane_bytes": [256] * 4}
+MODEL: dict[str, Any] = {"model": "bench-tiny", "dtype": "bfloat16", "block_tokens": 64, "plane_bytes": [256] * 4}
 SPEC = SpaceSpec("bench-tiny", "bfloat16", 64, (256,) * 4)
 TURN_BLOCKS = 20
 TURNS = 175
@@ -117,7 +118,9 @@ def restarts(node: Node, state: State, report: Report, millions: float, must_s: 
         detail=f"{min(inside_s):.2f} s without the start of Python; first start {first_s:.2f} s",
     )  # fmt: skip
     journal_bytes = state.journal_bytes()
-    report.add(f"journal, {millions:g} M blocks, MB", journal_bytes / 1e6, detail=f"{journal_bytes / blocks:.1f} B a block")
+    report.add(
+        f"journal, {millions:g} M blocks, MB", journal_bytes / 1e6, detail=f"{journal_bytes / blocks:.1f} B a block"
+    )
 
 
 def memory(node: Node, idle_rss_bytes: int, report: Report, millions: float) -> None:
@@ -141,7 +144,7 @@ def bare_lookups(endpoint: str, order: list[int]) -> list[float]:
     with grpc.insecure_channel(endpoint, options=[("grpc.max_receive_message_length", 64 << 20)]) as channel:
         stub = store_pb2_grpc.StoreStub(channel)
         me = stub.Hello(store_pb2.HelloRequest(protocol=1, client_name="bench"))
-        who = {"client_id": me.client_id, "incarnation": me.incarnation}
+        who: dict[str, Any] = {"client_id": me.client_id, "incarnation": me.incarnation}
         stub.OpenSpace(store_pb2.OpenSpaceRequest(**who, shards=1, fingerprint=SPEC.fingerprint, **MODEL))
         seconds = []
         for number in order:
@@ -195,7 +198,9 @@ def main() -> None:
                     show_times(report, "bare stub", bare_lookups(node.endpoint, order))
                     show_times(report, "client.lookup", client_lookups(node.endpoint, order))
                     count, seconds = node.status()["rpc_seconds"]["lookup"]
-                    report.add("in the daemon, mean ms", seconds / count * 1e3, detail="a lookup without gRPC's own work")
+                    report.add(
+                        "in the daemon, mean ms", seconds / count * 1e3, detail="a lookup without gRPC's own work"
+                    )
             finally:
                 node.stop(signal.SIGKILL)
     report.show(as_json=args.json)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from _support import (
     say,
     sweep,
     take_turns,
+    timed_s,
 )
 
 import flatcake_client as fc
@@ -41,12 +41,6 @@ from flatcake_transport.window import aligned_buffer
 VERIFY = ("remote", "all")
 MEMORY = {"turn": 2, "context_tokens": 1, "previous_reply_tokens": 1}  # hints of a short agent step: stays in memory
 SSD = {"turn": 1}
-
-
-def timed_s(work: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    work()
-    return time.perf_counter() - start_s
 
 
 class Memcpy:
