@@ -129,7 +129,7 @@ class Restore:
         if hit.verify:
             keys = hit.keys[first_block:end_block]
             verifier = Verifier(spec, hit.shard, keys, hit.lease, hit.report_corrupt)
-        aim = Target(target, slot_array, planes)
+        aim = Target(tuple(target), slot_array, planes)
         self._memory = MemoryPath(
             in_memory, aim, self._progress, hit.lease, tools.memory, hit.arena, verifier, self._late,
             job_bytes=tools.job_bytes,
@@ -247,7 +247,8 @@ def _checked_slots(slots: Any, first_block: int, blocks: int) -> tuple[Slots, in
     if not 0 <= first_block <= blocks:
         raise ValueError(f"first_block is {first_block}: the hit has {blocks} blocks")
     end_block = max(first_block, min(len(array), blocks))
-    return np.ascontiguousarray(array[first_block:end_block], np.int64), end_block
+    # A copy: engines use their slot arrays again, and a change of ours half way would send layers elsewhere.
+    return np.array(array[first_block:end_block], np.int64), end_block
 
 
 def _check_target(target: Sequence[Any], slots: Slots, spec: SpaceSpec) -> None:

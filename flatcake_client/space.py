@@ -7,6 +7,7 @@ the blocks it found (its lease) until it is released; hold it no longer than the
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -221,6 +222,7 @@ class Hit:
         self._space = space
         self._client = space.client
         self._connection = connection
+        self._lock = threading.Lock()
         self._descriptors: Descriptors | None = None
         self._restores: list[Restore] = []
         self.spec = space.spec
@@ -228,7 +230,8 @@ class Hit:
         self.layout_of = space.layout_of
         self.runs: tuple[Run, ...] = found.runs if found else ()
         self.blocks = min(sum(run.blocks for run in self.runs), len(keys))
-        self.keys = keys[: self.blocks]
+        # What the footers are compared with later must not change with an array of the caller's.
+        self.keys = keys[: self.blocks].copy() if keys.flags.writeable else keys[: self.blocks]
         self.failure = failure
         self.verify = connection is not None and connection.welcome.verify == "all"
         self.lease = Lease(
@@ -291,14 +294,17 @@ class Hit:
         """Give the lease back and end the hit's restores. Twice is fine; raises nothing. In a forked child: nothing."""
         if self._client.forked():
             return
+        # First of all: whoever still reads, or begins to, in another thread hears of the end before the descriptors go.
+        mine = self.lease.end()
         restores, self._restores = self._restores, []
         for restore in restores:
             restore.close()
-        if self._descriptors is not None:
-            moving = [transfer for restore in restores for transfer in restore.moving()]
-            self._descriptors.close(moving, self._client.linger)
+        with self._lock:
+            if self._descriptors is not None:
+                moving = [transfer for restore in restores for transfer in restore.moving()]
+                self._descriptors.close(moving, self._client.linger)
         connection = self._connection
-        if self.lease.end() and self.lease.lease_id and connection is not None and not connection.lost():
+        if mine and self.lease.lease_id and connection is not None and not connection.lost():
             with contextlib.suppress(FlatCakeError):
                 connection.rpc.release(connection.welcome, [self.lease.lease_id], self._client.timeout_s)
 
@@ -314,9 +320,16 @@ class Hit:
         return self._client.arena(self._reachable(), timeout_s)
 
     def files(self, timeout_s: float) -> Mapping[int, OpenFile]:
-        if self._descriptors is None:
-            self._descriptors = self._reachable().handover.files(Verb.LEASE, self.lease.lease_id, timeout_s)
-        return self._descriptors.files
+        # Once, also where two restores ask at the same time: they share the descriptors, and these close with the hit.
+        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+            raise Unavailable("another restore of the hit is being handed the descriptors")
+        try:
+            self.lease.check()
+            if self._descriptors is None:
+                self._descriptors = self._reachable().handover.files(Verb.LEASE, self.lease.lease_id, timeout_s)
+            return self._descriptors.files
+        finally:
+            self._lock.release()
 
     def report_corrupt(self, segments: Sequence[int]) -> None:
         connection = self._reachable()

@@ -21,6 +21,7 @@ from kv import Kv
 import flatcake_client as fc
 from flatcake_client.rpc import SILENCE_MIN_S
 from flatcake_transport.address import Medium
+from flatcake_transport.window import OpenFile
 
 
 @pytest.fixture
@@ -429,3 +430,42 @@ def test_space_sizes(client):
 def test_wrong_endpoints(endpoint):
     with pytest.raises(ValueError, match="endpoint"):
         fc.connect(endpoint)
+
+
+def test_two_restores_of_a_hit_share_its_descriptors(daemon, client):
+    """Each asking for itself, the first one's would close when the second's take their place: numbers that soon mean other files."""
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 4))
+    stall = daemon.fail["hand"] = threading.Event()
+    with kv.space.lookup(kv.space.keys(kv.tokens(1, 4))) as hit:
+        found: list[dict[int, OpenFile]] = []
+        threads = [threading.Thread(target=lambda: found.append(hit.files(5.0))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.05)
+        stall.set()
+        for thread in threads:
+            thread.join()
+        assert found[0] is found[1]
+        for file in found[0].values():
+            os.fstat(file.fd)
+
+
+def test_slots_and_keys_may_be_used_again_at_once(daemon, client):
+    """An engine's slot array and keys are its own again when `restore` and `lookup` have returned."""
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 4))
+    keys = kv.space.keys(kv.tokens(1, 4)).copy()
+    target = [np.zeros((8, kv.plane_bytes), np.uint8) for _ in range(kv.layers)]
+    slots = np.arange(4)
+    with kv.space.lookup(keys) as hit:
+        keys[:] = 0
+        restore = hit.restore(target, slots)
+        restore.wait_layer(0)
+        slots += 4
+        assert restore.wait() == 4
+    keys = kv.space.keys(kv.tokens(1, 4))
+    for layer in range(kv.layers):
+        assert np.array_equal(target[layer][:4], kv.bytes_of(keys, layer))
+        assert not target[layer][4:].any()
+    assert not daemon.corrupt
