@@ -125,6 +125,10 @@ class Core:
                 setattr(disk.files, name, self._breakable(name, getattr(disk.files, name)))
         return node
 
+    def records(self, pool: int) -> DictRecords:
+        """What the journal of a path holds."""
+        return self._records[self.node.disks[pool].path / "journal"]
+
     def _on_the_loop(self, disk: Disk) -> Any:
         async def run(work: Any, *arguments: Any) -> Any:
             if disk.failure:

@@ -140,15 +140,14 @@ def test_without_verification_the_check_finds_it_still(tmp_path):
 
 
 def damaged_journal_files(path):
-    """Files of a journal that hold its state, and where to hit them."""
-    return [
-        file
-        for file in sorted((path / "journal").iterdir())
-        if file.suffix in (".sst", ".log") or "MANIFEST" in file.name
-    ]
+    """One file of each kind that holds a journal's state: table, log, manifest. The newest that has something in it."""
+    files = sorted(file for file in (path / "journal").iterdir() if file.stat().st_size)
+    tables, logs = ([file for file in files if file.suffix == suffix] for suffix in (".sst", ".log"))
+    return [tables[-1], logs[-1], next(file for file in files if "MANIFEST" in file.name)]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_journal(tmp_path):
     """A bit anywhere in any of its files: a start gives a part of what was there, or refuses and names the cure."""
     contexts = 5
@@ -161,14 +160,10 @@ def test_journal(tmp_path):
             kv.store(kv.tokens(seed, 4), session=f"s{seed}")
         daemon.kill()
         files = damaged_journal_files(tmp_path / "ssd")
-        assert len(files) >= 2
         refused = 0
         for file in files:
-            size = file.stat().st_size
-            if not size:
-                continue
             good = {path: path.read_bytes() for path in sorted((tmp_path / "ssd" / "journal").iterdir())}
-            flip(file, size // 2, bit=3)
+            flip(file, file.stat().st_size // 2, bit=3)
             refused += starts_or_is_rebuilt(daemon, kv, 2 * contexts)
             for path in (tmp_path / "ssd" / "journal").iterdir():
                 path.unlink()

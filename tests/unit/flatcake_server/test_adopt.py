@@ -6,10 +6,11 @@ import os
 from dataclasses import replace
 
 import pytest
-from core import Core
+from core import BOOT_ID, Core
 from faults import files_of
 
 from flatcake_server.adopt import Taken, adopt, plan_adoption
+from flatcake_server.journal_records import read_image
 from flatcake_server.session import SessionFiles
 from flatcake_transport.errors import Corrupt, Unavailable
 from flatcake_transport.space import SpaceSpec
@@ -51,6 +52,8 @@ def test_all_that_was_committed(core):
     session = core.store.catalog.find(ONE.fingerprint, "s")
     assert session.turns == 2
     assert all(file.sealed and file.size_bytes == file.written_bytes for file in session.files)
+    journaled = read_image(core.records(1), 0, BOOT_ID).files
+    assert all(journaled[file.file_id] == file.record(session.session_no) for file in session.files)
 
 
 def test_memory_is_gone_and_what_continues_it_waits(core):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core import Core
+from core import Core, Yield
 from faults import files_of, flip
 
 from flatcake_server.law import check_data, check_files, check_state
@@ -41,6 +41,31 @@ def segment(core, number=0):
 
 def state(core):
     return check_state(core.store, core.node.memory, core.node.ssd_range)
+
+
+def test_it_holds_at_every_step_of_everything(core):
+    """Turns of two media begun, committed and aborted side by side, with sessions dropped for their sake: looked at after
+    every step that the loop makes."""
+    looks = []
+
+    async def look():
+        while len(looks) < 400:
+            await Yield()
+            looks.append(state(core))
+
+    async def turns(number):
+        path = [number, 2, 3, 4]
+        turn = await core.begin(ONE, path, session=f"t{number}", share_counts=[2, 2, 1, 1])
+        await (core.abort(turn) if number % 3 == 0 else core.commit(turn))
+        turn = await core.begin(ONE, [*path, 5], session=f"t{number}", turn=9, previous_reply_tokens=10)
+        await core.commit(turn)
+        await core.node.retirement.drop(core.store.catalog.find(ONE.fingerprint, f"t{number}"))
+
+    core.do(core.store.tick(0.0))
+    results = core.run(look(), *(turns(number) for number in range(20, 29)))
+    assert results == [None] * 10
+    assert sum(map(len, looks)) == 0
+    assert core.node.retirement.counts["trimmed"] > 0
 
 
 def reserve_memory(core):

@@ -90,6 +90,20 @@ def test_quarantine_while_a_turn_goes_on_top(core):
     core.do(core.store.report_corrupt([int(segment.address), 0x1234000, int(segment.address)]))
     assert core.store.counts["corrupt_segments"] == 1
     core.do(core.commit(turn))
+    core.check_rest()
+    assert core.hit(ONE, [1, 2, 3])[0] == 0
+    core.put(ONE, [1, 2, 3])
+    assert core.hit(ONE, [1, 2, 3])[0] == 3
+
+
+def test_quarantine_is_for_good(core):
+    core.put(ONE, [1, 2])
+    core.put(ONE, [1, 2, 3])
+    segment = core.store.catalog.find(ONE.fingerprint, "s").segments[0]
+    core.do(core.store.report_corrupt([int(segment.address)]))
+    assert core.hit(ONE, [1, 2, 3])[0] == 0
+    core.restart()
+    core.open(ONE)
     assert core.hit(ONE, [1, 2, 3])[0] == 0
     core.put(ONE, [1, 2, 3])
     assert core.hit(ONE, [1, 2, 3])[0] == 3
