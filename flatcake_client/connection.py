@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flatcake_client.handover import Handover
 from flatcake_client.records import Welcome
-from flatcake_client.rpc import Rpc
+from flatcake_client.rpc import Rpc, Stale
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.space import Fingerprint, SpaceSpec
 
@@ -54,8 +54,14 @@ class Connection:
     def forget_space(self, spec: SpaceSpec) -> None:
         self._spaces.discard(spec.fingerprint)
 
-    def turn_begun(self) -> None:
+    def turn_begins(self) -> None:
+        """Before the daemon is asked for a turn, so that this is not closed between its answer and our knowing of it.
+
+        Raises: Stale: it is retired.
+        """
         with self._lock:
+            if self._retired:
+                raise Stale("the connection was given up meanwhile")
             self._turns += 1
 
     def turn_ended(self) -> None:

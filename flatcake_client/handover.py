@@ -3,7 +3,8 @@
 The connection is opened after Hello and kept. Its end means, to the daemon, that this client is gone: leases and turns are
 given back. So whoever reads under a lease asks `lost()` after the copy, and a connection we close ourselves is marked lost
 before it is closed. Requests are answered in order; one whose answer came too late is remembered, and its answer is
-received and thrown away before the next request, so that no answer is taken for another.
+received and thrown away before the next request, so that no answer is taken for another. A connection that failed is lost,
+and not closed before its owner says so: copies into what the daemon granted over it may be under way.
 
 The arena is mapped once. Its size is sealed by the daemon and checked here, so a mapping never raises SIGBUS, and it outlives
 the daemon. Nothing here survives a fork: the child's copies of socket and descriptors are closed at once, else the daemon
@@ -167,7 +168,9 @@ class Handover:
         except TimeoutError as error:
             raise Unavailable(f"the daemon handed over no descriptors within {timeout_s:.3g} s") from error
         except (OSError, ValueError) as error:
-            self.close()
+            # Not closed here: it may live on (no room for descriptors, an answer we cannot read), and at its end the daemon
+            # gives the space of turns away that are being written through it. Who owns us closes when they are over.
+            self._lost = True
             raise Unavailable(f"the connection to the daemon is gone: {error}") from error
         if reply.status is not Status.OK:
             _close_all(fds)

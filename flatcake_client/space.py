@@ -144,11 +144,15 @@ class Space:
         self, keys: KeyArray, session: str, root: bytes, hints: TurnHints, connection: Connection, timeout_s: float
     ) -> Turn:
         grant = Grant(0, (), session)
-        if len(keys):
-            grant = connection.rpc.begin_turn(
-                connection.welcome, self.spec.fingerprint, self.shard, keys, root, session, hints, timeout_s
-            )
-        connection.turn_begun()
+        connection.turn_begins()
+        try:
+            if len(keys):
+                grant = connection.rpc.begin_turn(
+                    connection.welcome, self.spec.fingerprint, self.shard, keys, root, session, hints, timeout_s
+                )
+        except BaseException:
+            connection.turn_ended()
+            raise
         self.client.counts.add("turns_begun")
         turn = Turn(
             _Home(self, connection),

@@ -19,6 +19,7 @@ from fake_daemon import FakeDaemon
 from kv import Kv
 
 import flatcake_client as fc
+from flatcake_client import handover
 from flatcake_client.rpc import SILENCE_MIN_S
 from flatcake_transport.address import Medium
 from flatcake_transport.window import OpenFile
@@ -469,3 +470,51 @@ def test_slots_and_keys_may_be_used_again_at_once(daemon, client):
         assert np.array_equal(target[layer][:4], kv.bytes_of(keys, layer))
         assert not target[layer][4:].any()
     assert not daemon.corrupt
+
+
+def test_a_connection_is_not_closed_while_a_turn_is_granted_on_it(daemon, client):
+    """At its end the daemon would give the space of a turn away that is about to be written."""
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 3))
+    stall = daemon.fail["begin_turn"] = threading.Event()
+    turns: list[fc.Turn] = []
+    old = client._connection
+    asking = threading.Thread(target=lambda: turns.append(kv.space.begin_turn(kv.space.keys(kv.tokens(2, 3)))))
+    asking.start()
+    while "begin_turn" not in daemon.calls or daemon.calls["begin_turn"] < 2:
+        time.sleep(0.001)
+    client._leave(old)  # another thread finds it lost
+    assert old.handover._socket.fileno() >= 0
+    stall.set()
+    asking.join()
+    with pytest.raises(fc.Unavailable):
+        old.turn_begins()
+    turns[0].abort()
+    assert old.handover._socket.fileno() == -1
+
+
+def test_an_answer_that_cannot_be_taken_closes_nothing_under_a_turn(daemon, client, monkeypatch):
+    """As at the limit of open files, where descriptors are dropped on the way: the daemon must not think the engine dead."""
+
+    def unreadable(message):
+        raise ValueError("no such answer")
+
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 3))
+    keys = kv.space.keys(kv.tokens(2, 3))
+    turn = kv.space.begin_turn(keys)
+    turn.write_layer(0, kv.bytes_of(keys, 0), np.arange(3))
+    old = client._connection
+    with kv.space.lookup(kv.space.keys(kv.tokens(1, 3))) as hit, monkeypatch.context() as broken:
+        broken.setattr(handover, "decode_reply", unreadable)
+        with pytest.raises(fc.Unavailable):
+            hit.files(5.0)
+    assert old.lost()
+    assert kv.hit(kv.tokens(1, 3)) == 3
+    assert client._connection is not old
+    assert old.handover._socket.fileno() >= 0, "the daemon sees an end, and gives the turn's space to others"
+    for layer in range(1, kv.layers):
+        turn.write_layer(layer, kv.bytes_of(keys, layer), np.arange(3))
+    assert turn.commit()
+    assert old.handover._socket.fileno() == -1
+    assert kv.hit(kv.tokens(2, 3)) == 3
