@@ -49,6 +49,7 @@ class Retirement:
         self._disks = disks
         self._watermarks = watermarks
         self._memory_room = asyncio.Lock()
+        self._memory_futile = False  # nothing could go: not looked for again before the next tick
         self._background: set[asyncio.Task[None]] = set()
         self._limbo: list[tuple[SessionNo, int, int]] = []
         self.counts: Counter[str] = Counter()
@@ -94,7 +95,11 @@ class Retirement:
         order = self._catalog.order
         pool = max((MEMORY_POOL, *self._disks), key=order.sessions_in)
         some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
-        await self._drop_all(pool, order.victims(pool, max(1, some), self.busy))
+        for victim in order.victims(pool, max(1, some), self.busy):
+            session = self._catalog.sessions.get(SessionNo(victim))
+            if session is not None and not self.busy(victim):
+                await self.drop(session)
+                self.reclaimed[pool] += 1
 
     async def make_index_room(self, blocks: int, blocks_max: int) -> None:
         """Have room for `blocks` more in the index: drop some of the pool that has most."""
@@ -122,29 +127,37 @@ class Retirement:
         return offset
 
     async def make_memory_room(self, size_bytes: int) -> None:
-        """Drop memory sessions down to the low watermark if `size_bytes` more would cross the high one."""
+        """Drop what sessions have in memory, down to the low watermark, if `size_bytes` more would cross the high one."""
         high, low = self._watermarks[Medium.MEMORY]
         if size_bytes > self._memory_quota:
             return
         async with self._memory_room:
             need = reclaim_need(self._memory.used_bytes, size_bytes, self._memory_quota, high, low)
             if need:
-                await self._drop_all(MEMORY_POOL, self._catalog.order.victims(MEMORY_POOL, need, self.busy))
+                victims = self._catalog.order.victims(MEMORY_POOL, need, self.busy)
+                self._memory_futile = not victims
+                await self._drop_all(MEMORY_POOL, victims)
 
     def memory_above_watermark(self, size_bytes: int) -> bool:
         return self._memory.used_bytes + size_bytes > self._watermarks[Medium.MEMORY][0] * self._memory_quota
 
     def want_memory_room(self, size_bytes: int) -> None:
         """The same behind the caller's back: what it wants now goes to SSD."""
-        if not self._memory_room.locked():
+        if not self._memory_room.locked() and not self._memory_futile:
             self.spawn(self.make_memory_room(size_bytes))
 
     async def _drop_all(self, pool: int, victims: Iterable[int]) -> None:
         for session_no in victims:
             session = self._catalog.sessions.get(SessionNo(session_no))
-            if session is not None and not self.busy(session_no):
+            if session is None or self.busy(session_no):
+                continue
+            if pool == MEMORY_POOL and session.files:
+                # What it has on SSD frees no memory. Blocks between are missing then, and stored anew when they are used.
+                self._hide(session, [s for s in session.segments if s.address.medium is Medium.MEMORY])
+                await self.settle(session)
+            else:
                 await self.drop(session)
-                self.reclaimed[pool] += 1
+            self.reclaimed[pool] += 1
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
@@ -168,11 +181,15 @@ class Retirement:
             await self._delete(disk, files)
 
     def _vanish(self, session: Session) -> None:
-        for segment in list(session.segments):
+        self._hide(session, list(session.segments))
+        self._catalog.forget(session)
+
+    def _hide(self, session: Session, segments: list[SegmentRecord]) -> None:
+        """Make segments invisible; memory is free with them, or with the last lease on it."""
+        for segment in segments:
             self._catalog.unpublish(session, segment)
             if segment.address.medium is Medium.MEMORY:
                 self._free_memory(session.session_no, segment)
-        self._catalog.forget(session)
 
     def _free_memory(self, session_no: SessionNo, segment: SegmentRecord) -> None:
         if self._leases.pins(session_no) > 0:
@@ -239,8 +256,12 @@ class Retirement:
         self.counts["trimmed"] += 1
 
     async def seal(self, session: Session, file: SessionFile) -> None:
-        """A write into the file failed: it is read from now on, never written again."""
-        if file.sealed:
+        """A write into the file failed: it is read from now on, never written again. The caller holds the session's lock.
+
+        So no commit is half way, and a drop is either not begun or waits: its record never comes after that of its end,
+        and never names a session that the journal does not know. Such a journal is damaged to the next start.
+        """
+        if file.sealed or session.gone:
             return
         file.sealed = True
         self.counts["sealed"] += 1
@@ -287,6 +308,7 @@ class Retirement:
 
     async def tick(self) -> None:
         """Once a second: memory whose last lease ended, files that could not be deleted."""
+        self._memory_futile = False
         held = [(no, offset, size) for no, offset, size in self._limbo if self._leases.pins(no) > 0]
         for no, offset, size in self._limbo:
             if self._leases.pins(no) == 0:

@@ -224,6 +224,18 @@ class _Run:
             self.home[spans] = _AWAY
         self._order.remove(number)
 
+    def _drop_memory(self, number: int) -> None:
+        """What a session has in memory; what it has on SSD stays, as in the daemon."""
+        session = self._sessions[number]
+        if not session.ssd_bytes:
+            self._drop(number)
+            return
+        for spans in session.spans:
+            self.home[spans[self.home[spans] == _IN_MEMORY]] = _AWAY
+        session.spans = [spans[self.home[spans] != _AWAY] for spans in session.spans]
+        session.memory_bytes = 0
+        self._order.set_bytes(number, MEMORY_POOL, 0)
+
     def _trim_idle(self) -> None:
         while self._trims and self._trims[0][0] <= self._now_s:
             due_s, number = heapq.heappop(self._trims)
@@ -292,7 +304,7 @@ class _Run:
         used, quota = self._order.bytes_of(MEMORY_POOL), self._node.memory_bytes
         if need := reclaim_need(used, min(size_bytes, quota), quota, *self._node.watermarks):
             for number in self._order.victims(MEMORY_POOL, need, busy.__contains__):
-                self._drop(number)
+                self._drop_memory(number)
                 self.reclaimed[MEMORY_POOL] += 1
 
     def _bytes_of(self, blocks: int) -> int:

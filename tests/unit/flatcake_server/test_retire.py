@@ -208,3 +208,38 @@ def test_memory_alone_makes_one_piece_out_of_many(tmp_path):
     assert core.hit(ONE, [100] * 20)[0] == 20
     core.check()
     core.close()
+
+
+def test_a_full_memory_costs_a_session_what_it_has_there_and_nothing_on_ssd(core):
+    """A chat's first turn is on SSD, its short replies in memory: memory pressure takes the replies only."""
+    core.put(ONE, [1, 1], session="chat")
+    core.put(ONE, [1, 1, 2, 3], session="chat", previous_reply_tokens=1)
+    assert core.hit(ONE, [1, 1, 2, 3])[0] == 4
+    for number in range(2, 10):
+        core.put(ONE, [number, 0], session=f"c{number}")
+        core.put(ONE, [number, 0, 0, 0], session=f"c{number}", previous_reply_tokens=1)
+    assert core.node.retirement.reclaimed[0] > 0, "the arena never filled"
+    assert core.hit(ONE, [1, 1, 2, 3])[0] == 2
+    core.put(ONE, [1, 1, 2, 3], session="chat", previous_reply_tokens=1)
+    assert core.hit(ONE, [1, 1, 2, 3])[0] == 4, "what is missing is stored anew"
+
+
+def test_memory_that_cannot_go_is_not_looked_through_again_and_again(core, monkeypatch):
+    """Prompts that SSD sessions depend on fill the arena: one search a second, not one a turn."""
+    for number in range(1, 4):
+        core.put(ONE, [number, number, number, 0], session=f"s{number}", share_counts=[2, 2, 2, 1])
+    searches = []
+    order = core.node.catalog.order
+    real = type(order).victims
+
+    def victims(self, pool, need, busy):
+        searches.append(pool)
+        return real(self, pool, need, busy)
+
+    monkeypatch.setattr(type(order), "victims", victims)
+    for number in range(4, 10):
+        core.put(ONE, [number, number, 0], session=f"s{number}", share_counts=[2, 2, 1])
+    assert searches.count(0) == 1
+    core.do(core.store.tick(600.0))
+    core.put(ONE, [10, 10, 0], session="s10", share_counts=[2, 2, 1])
+    assert searches.count(0) == 2
