@@ -130,6 +130,9 @@ class Committer:
         disk = self._disks[session.pool]
         if session.gone:
             raise Unavailable(f"SSD path {disk.path} went out of service under the turn: {disk.failure}")
+        if file.sealed:
+            # A sync failed after this was written: the kernel may have dropped it and call the next sync a success.
+            raise Unavailable(f"session file {file.file_id:x} was sealed by a failed write under the turn")
         now_s = self._wall_s()
         session.last_used_s, before = now_s, (session.turns, file.written_bytes)
         session.turns = max(session.turns, turn.turn_no)

@@ -380,7 +380,8 @@ class Store:
         if failure:
             for part in turn.parts:
                 if part.file is not None:
-                    await self.retirement.seal(part.session, part.file)
+                    async with part.session.lock:
+                        await self.retirement.seal(part.session, part.file)
         await self._fail_shard(turn, shard, failure or "aborted by its writer")
 
     async def _fail_shard(self, turn: Turn, shard: int, failure: str) -> None:

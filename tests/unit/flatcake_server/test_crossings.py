@@ -1,0 +1,81 @@
+"""Things that meet across an await: each is right alone, and together they must be too."""
+
+from __future__ import annotations
+
+import pytest
+from core import Core, Yield
+
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.space import SpaceSpec
+
+ONE = SpaceSpec("one", "u8", 16, (4096,))
+HEAD = [1] * 20  # its file has room for some single blocks more
+
+PACES = pytest.mark.parametrize("pace", range(5))  # who is faster
+
+
+@pytest.fixture
+def core(tmp_path):
+    node = Core(tmp_path, ssd_bytes=64 << 12, memory_bytes=16 << 12)
+    node.open(ONE)
+    yield node
+    node.check(data=True)
+    node.check_rest()
+    node.close()
+
+
+def beside(core, *steps):
+    """Turns of one block each, in the file of a session that is stored."""
+    core.put(ONE, HEAD)
+    session = core.store.catalog.find(ONE.fingerprint, "s")
+    turns = [core.do(core.begin(ONE, [step])) for step in steps]
+    assert all(turn.parts[0].file is session.files[0] for turn in turns)
+    return session, turns
+
+
+def test_a_turn_in_a_file_whose_sync_failed_is_not_committed(core):
+    """The kernel may have dropped what it wrote with what the other wrote, and would call the next sync a success."""
+    _, (one, two) = beside(core, 2, 3)
+    core.fail("write_footer")
+    for turn in (one, two):
+        with pytest.raises(Unavailable):
+            core.do(core.commit(turn))
+    assert core.hit(ONE, [3])[0] == 0
+
+
+@PACES
+def test_a_file_sealed_while_its_session_goes_leaves_a_journal_that_can_be_read(core, pace):
+    session, (turn,) = beside(core, 2)
+
+    async def dies():
+        await core.store.client_gone(core.clients[0])
+        await core.node.retirement.drop(session)
+
+    core._turns = pace
+    core.run(core.abort(turn, failure="EIO"), dies())
+    core.restart()
+    assert len(core.store.catalog) == 0
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_a_file_sealed_while_its_first_turn_commits_leaves_a_journal_that_can_be_read(core, steps):
+    """The seal may not name a file whose session is not in the journal yet: a kill here would damage it."""
+    one, two = core.do(core.begin(ONE, HEAD)), core.do(core.begin(ONE, [2]))
+    records = core._records[core.node.disks[1].path / "journal"]
+    real, torn = records.write, []
+
+    def write(puts, deletes, **options):
+        real(puts, deletes, **options)
+        kinds = {key[:1] for key in records.records}
+        if b"f" in kinds and b"n" not in kinds:
+            torn.append(sorted(kinds))
+
+    records.write = write
+
+    async def fails():
+        for _ in range(steps):
+            await Yield()
+        await core.abort(two, failure="EIO")
+
+    core.run(core.commit(one), fails())
+    assert torn == []
