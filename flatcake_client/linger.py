@@ -5,6 +5,7 @@ closed under a read names another file a moment later, and a write grant given b
 twice. Such acts are left here; they happen with a later call of the client, when the transfers have come to rest.
 
 Invariant: an act runs once, after all its transfers rest, on some thread that calls `sweep` or `settle`; never under the lock.
+What is left by a finalizer takes no lock: a collection may run in a thread that has it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from flatcake_transport.errors import FlatCakeError
@@ -24,9 +26,14 @@ class Linger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[tuple[Sequence[Transfer], Callable[[], None]]] = []
+        self._left: deque[tuple[Sequence[Transfer], Callable[[], None]]] = deque()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._left)
+
+    def leave(self, transfers: Sequence[Transfer], act: Callable[[], None]) -> None:
+        """As `when_rested`, but always later and without a lock: for finalizers."""
+        self._left.append((transfers, act))
 
     def when_rested(self, transfers: Sequence[Transfer], act: Callable[[], None]) -> None:
         """Act now if all transfers rest, else later. The act raises nothing."""
@@ -39,9 +46,10 @@ class Linger:
 
     def sweep(self) -> None:
         """Do what can be done by now."""
-        if not self._waiting:
+        if not len(self):
             return
         with self._lock:
+            self._take_in()
             ready = [entry for entry in self._waiting if all(transfer.done() for transfer in entry[0])]
             self._waiting = [entry for entry in self._waiting if entry not in ready]
         for _, act in ready:
@@ -51,9 +59,14 @@ class Linger:
         """Wait for what is left. False: some transfer did not come to rest in time; its act is still to be done."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
+            self._take_in()
             transfers = [transfer for entry in self._waiting for transfer in entry[0]]
         for transfer in transfers:
             with contextlib.suppress(FlatCakeError, TimeoutError):
                 transfer.wait(max(0.0, deadline_s - time.monotonic()))
         self.sweep()
-        return not self._waiting
+        return not len(self)
+
+    def _take_in(self) -> None:
+        while self._left:
+            self._waiting.append(self._left.popleft())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import TracebackType
@@ -154,8 +155,9 @@ class Space:
             connection.turn_ended()
             raise
         self.client.counts.add("turns_begun")
+        home = _Home(self, connection)
         turn = Turn(
-            _Home(self, connection),
+            home,
             grant,
             self.spec,
             self.shard,
@@ -166,6 +168,7 @@ class Space:
             forked=self.client.forked,
         )
         self.client.turns.add(turn)
+        home.watch(turn, grant.turn_id)
         return turn
 
 
@@ -177,7 +180,7 @@ class _Home:
         self._client = space.client
         self._connection = connection
         self._descriptors = Descriptors({})
-        self._over = False
+        self._dropped: weakref.finalize[Any, Turn] | None = None
         self.layout_of = space.layout_of
 
     def arena(self, timeout_s: float) -> NDArray[np.uint8]:
@@ -198,7 +201,32 @@ class _Home:
     def when_rested(self, transfers: Sequence[Transfer], act: Callable[[], None]) -> None:
         self._client.linger.when_rested(transfers, act)
 
+    def watch(self, turn: Turn, turn_id: int) -> None:
+        """Should the engine lose the turn, neither committed nor aborted, it is aborted with a later call of the client.
+
+        Its writes may be on their way then: descriptors closed under them would be other files.
+        """
+
+        transfers = turn.transfers
+
+        def give_back() -> None:
+            failure = ""
+            for transfer in transfers:
+                try:
+                    transfer.wait(0.0)
+                except FlatCakeError as error:
+                    failure = str(error)  # the file's state is unknown: it is to be sealed
+            with contextlib.suppress(FlatCakeError):
+                if turn_id:
+                    self.abort(turn_id, failure, REPORT_TIMEOUT_S)
+            self.ended("aborted")
+
+        self._dropped = weakref.finalize(turn, self._client.linger.leave, transfers, give_back)
+        self._dropped.atexit = False
+
     def ended(self, outcome: str) -> None:
+        if self._dropped is not None:
+            self._dropped.detach()
         self._descriptors.close()
         self._connection.turn_ended()
         self._client.counts.add(f"turns_{outcome}")

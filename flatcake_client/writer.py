@@ -95,7 +95,7 @@ class Turn:
         self._layouts = [home.layout_of(part.blocks) for part in grant.parts]
         self._written = np.zeros(spec.layers, np.bool_)
         self._sums: list[list[bytes]] = [[b""] * spec.layers for _ in grant.parts]
-        self._transfers: list[Transfer] = []
+        self.transfers: list[Transfer] = []  # writes that have not come to rest: one list for the turn's life
         self._failure: FlatCakeError | None = None
         self._torn = False  # a write failed: the file's state is unknown
         self._over = False
@@ -209,13 +209,13 @@ class Turn:
                     self._home.abort(self._grant.turn_id, failure, ABORT_TIMEOUT_S)
             self._home.ended("failed" if self._failure else "aborted")
 
-        self._home.when_rested(self._transfers, give_back)
+        self._home.when_rested(self.transfers, give_back)
 
     def _harvest(self, timeout_s: float) -> None:
         """Look at the writes that have landed; with a timeout, wait for all."""
         deadline_s = self._now_s() + timeout_s
         moving = []
-        for transfer in self._transfers:
+        for transfer in self.transfers:
             try:
                 if timeout_s > 0 or transfer.done():
                     transfer.wait(max(0.0, deadline_s - self._now_s()))
@@ -227,7 +227,7 @@ class Turn:
             except Unavailable as error:
                 self._failure = self._failure or error
                 self._torn = True
-        self._transfers = moving
+        self.transfers[:] = moving
 
     def _write(self, index: int, layer: int, source: Any, slots: Slots, deadline_s: float) -> None:
         part, layout = self.parts[index], self._layouts[index]
@@ -309,7 +309,7 @@ class Turn:
     def _submit(self, files: Mover, file: OpenFile, part: Part, step: WriteStep, data: Any) -> Transfer:
         target = FileSpan(file.fd, part.file_offset + step.offset, step.size_bytes, file.direct)
         transfer = files.submit([Move(MemorySpan(data), target)])
-        self._transfers.append(transfer)
+        self.transfers.append(transfer)
         return transfer
 
     def _await(self, transfer: Transfer | None, deadline_s: float) -> None:

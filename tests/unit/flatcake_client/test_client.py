@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -22,6 +23,7 @@ import flatcake_client as fc
 from flatcake_client import handover
 from flatcake_client.rpc import SILENCE_MIN_S
 from flatcake_transport.address import Medium
+from flatcake_transport.movers import posix
 from flatcake_transport.window import OpenFile
 
 
@@ -518,3 +520,30 @@ def test_an_answer_that_cannot_be_taken_closes_nothing_under_a_turn(daemon, clie
     assert turn.commit()
     assert old.handover._socket.fileno() == -1
     assert kv.hit(kv.tokens(2, 3)) == 3
+
+
+def test_a_turn_that_the_engine_lost_is_aborted_when_its_writes_rest(daemon, client, monkeypatch):
+    """Closed under a write that waits for its thread, its descriptor's number would be another file of the engine's."""
+    go, tried = threading.Event(), []
+
+    def late(fd, memory, offset):
+        go.wait(10)
+        tried.append(Path(f"/proc/self/fd/{fd}").readlink())
+        return os.pwritev(fd, [memory.data], offset)
+
+    monkeypatch.setattr(posix, "_pwritev", late)
+    kv = Kv(client)
+    keys = kv.space.keys(kv.tokens(1, 3))
+    turn = kv.space.begin_turn(keys)
+    turn.write_layer(0, kv.bytes_of(keys, 0), np.arange(3))
+    del turn
+    gc.collect()
+    assert kv.hit(kv.tokens(1, 3)) == 0
+    assert not daemon.aborted
+    go.set()
+    assert client.linger.settle(5)
+    assert tried == [daemon.path(1)]
+    assert daemon.aborted == [""]
+    assert not daemon.turns
+    assert client._connection._turns == 0
+    assert client.stats().turns_aborted == 1

@@ -114,7 +114,7 @@ def test_a_failed_write_is_sealed_also_by_abort(make, gate, home):
         gate.fails = lambda _: True
         turn.write_layer(0, PAGES, [0, 1, 2, 3])
         gate.fails = lambda _: False
-        while not turn._transfers[0].done():
+        while not turn.transfers[0].done():
             pass
         turn.write_layer(1, PAGES, [0, 1, 2, 3])
         assert len(gate.submitted) == 1, "a turn that failed writes no more"
