@@ -28,7 +28,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
+from flatcake_transport.errors import Overloaded, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -158,8 +158,7 @@ class Scheduler(Generic[RequestId]):
     """The two queues with threads that prefetch. Thread-safe.
 
     `submit` a request with what brings its blocks (a `Restore.wait`, say); `next_ready` gives requests in the order to run
-    them. What a prefetch raises of the three errors is logged: the request is ready all the same, and its restore says
-    what is usable.
+    them. What a prefetch raises is logged: the request is ready all the same, and its restore says what is usable.
     """
 
     def __init__(
@@ -232,9 +231,10 @@ class Scheduler(Generic[RequestId]):
             request, prefetch = chosen
             try:
                 prefetch()
-            except FlatCakeError as error:
-                log.warning("prefetch of %r failed, it will be computed: %s", request, error)
+            except Exception as error:  # noqa: BLE001 - a thread's edge: without it, who waits for a prefetch waits for ever
+                log.warning("prefetch of %r failed, it will be computed: %r", request, error)
             finally:
+                del chosen, prefetch  # a thread that waits must not keep an engine's arrays alive
                 with self._changed:
                     self._queues.prefetched(request)
                     self._changed.notify_all()

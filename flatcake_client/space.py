@@ -206,7 +206,6 @@ class _Home:
 
         Its writes may be on their way then: descriptors closed under them would be other files.
         """
-
         transfers = turn.transfers
 
         def give_back() -> None:

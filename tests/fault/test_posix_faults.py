@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,6 +148,29 @@ def test_where_direct_is_refused_the_bytes_go_buffered_and_are_counted(monkeypat
     assert mover.stats().fallbacks[FALLBACK_BUFFERED] >= 1
     assert mover.stats().path != "posix+direct"
     assert mover.stats().failures == 0
+
+
+def test_commands_that_are_refused_direct_at_once_all_go_buffered(monkeypatch, file) -> None:
+    """The first to hear of it clears the flag; the others find it cleared, and that is no other error."""
+    path, content = file
+    both, refused = threading.Barrier(2), threading.local()
+
+    def refuse_once(fd: int, memory: np.ndarray, offset: int) -> int:
+        if not getattr(refused, "once", False):
+            refused.once = True
+            both.wait(10)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return os.preadv(fd, [memory], offset)
+
+    monkeypatch.setattr(posix, "_preadv", refuse_once)
+    mover = PosixMover(threads=2, command_bytes_max=SIZE // 2)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    memory = aligned(np.zeros(SIZE, np.uint8))
+    mover.submit([Move(FileSpan(fd, 0, SIZE, direct=True), MemorySpan(memory))]).wait(30)
+    assert np.array_equal(memory, content)
+    assert mover.stats().failures == 0
+    mover.close()
+    os.close(fd)
 
 
 def test_direct_with_memory_that_is_not_aligned_still_moves(file) -> None:

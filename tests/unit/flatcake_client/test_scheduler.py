@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from functools import partial
 
+import numpy as np
 import pytest
 
 from flatcake_client.scheduler import BYTES_PER_GB, Scheduler, TwoQueues, priority
@@ -119,6 +122,30 @@ def test_a_failed_prefetch_is_ready_all_the_same(caplog):
     scheduler.submit("fails", GB, fails)
     assert scheduler.next_ready(TIMEOUT_S) == "fails"
     assert "no disk" in caplog.text
+    scheduler.close()
+
+
+def test_a_prefetch_with_a_bug_costs_no_thread(caplog):
+    scheduler: Scheduler[str] = Scheduler(1)
+
+    def bug() -> None:
+        raise KeyError("slot")
+
+    for name in ("one", "two"):
+        scheduler.submit(name, GB, bug)
+    assert [scheduler.next_ready(TIMEOUT_S) for _ in range(2)] == ["one", "two"]
+    assert caplog.text.count("KeyError") >= 2
+    scheduler.close()
+
+
+def test_what_was_prefetched_is_let_go():
+    scheduler: Scheduler[str] = Scheduler(1)
+    pages = np.zeros(1)
+    gone = weakref.ref(pages)
+    scheduler.submit("one", GB, partial(len, pages))
+    del pages
+    assert scheduler.next_ready(TIMEOUT_S) == "one"
+    assert gone() is None
     scheduler.close()
 
 

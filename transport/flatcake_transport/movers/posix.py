@@ -88,6 +88,8 @@ class PosixMover:
 
     def _tasks(self, move: Move) -> list[Task]:
         source, target = move.source, move.target
+        if move.checks is not None:
+            raise ValueError("posix takes no checksums: the memory mover does, where it gathers")
         if isinstance(source, FileSpan) and isinstance(target, MemorySpan):
             file, memory, transfer = source, contiguous_bytes(target.data), self._read
             if not memory.flags.writeable:
@@ -126,7 +128,8 @@ class PosixMover:
                 except InterruptedError:
                     continue
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not self._make_buffered(fd):
+                    # A command beside us may have made it buffered since ours was refused.
+                    if error.errno != errno.EINVAL or not (self._make_buffered(fd) or direct):
                         raise
                     direct = False
                     continue
