@@ -209,7 +209,9 @@ class Reserver:
             self._memory.free(part.address.offset, part.total_bytes)
             return
         part.file.reserved_bytes -= part.total_bytes
-        if part.file.tail == part.file_offset + part.total_bytes:
+        if not part.file.reserved_bytes:  # what was given back below others that were reserved then is free as well
+            part.file.tail = part.file.written_bytes
+        elif part.file.tail == part.file_offset + part.total_bytes:
             part.file.tail = part.file_offset
 
     async def give_back(self, parts: list[Part]) -> None:

@@ -96,9 +96,8 @@ class Retirement:
         pool = max((MEMORY_POOL, *self._disks), key=order.sessions_in)
         some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
         for victim in order.victims(pool, max(1, some), self.busy):
-            session = self._catalog.sessions.get(SessionNo(victim))
-            if session is not None and not self.busy(victim):
-                await self.drop(session)
+            if self._still_goes(victim):
+                await self.drop(self._catalog.sessions[SessionNo(victim)])
                 self.reclaimed[pool] += 1
 
     async def make_index_room(self, blocks: int, blocks_max: int) -> None:
@@ -148,9 +147,9 @@ class Retirement:
 
     async def _drop_all(self, pool: int, victims: Iterable[int]) -> None:
         for session_no in victims:
-            session = self._catalog.sessions.get(SessionNo(session_no))
-            if session is None or self.busy(session_no):
+            if not self._still_goes(session_no):
                 continue
+            session = self._catalog.sessions[SessionNo(session_no)]
             if pool == MEMORY_POOL and session.files:
                 # What it has on SSD frees no memory. Blocks between are missing then, and stored anew when they are used.
                 self._hide(session, [s for s in session.segments if s.address.medium is Medium.MEMORY])
@@ -158,6 +157,10 @@ class Retirement:
             else:
                 await self.drop(session)
             self.reclaimed[pool] += 1
+
+    def _still_goes(self, victim: int) -> bool:
+        """Others were dropped since it was chosen: it may be gone itself, in use, or have been forked."""
+        return not self.busy(victim) and not self._catalog.order.dependents(victim)
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
@@ -250,7 +253,10 @@ class Retirement:
             log.warning("session file %x on %s cannot be trimmed: %s", file.file_id, disk.path, error)
             self.counts["untrimmed"] += 1
             file.size_bytes += disk.releasing.pop(file.base + keep_bytes)
-            disk.files_bytes += tail_bytes
+            if file.base in disk.releasing:  # dropped meanwhile: who waits for the lock to delete it frees all of it
+                disk.releasing[file.base] += tail_bytes
+            else:
+                disk.files_bytes += tail_bytes
             return
         self._to_free(disk, file.base + keep_bytes)
         self.counts["trimmed"] += 1

@@ -272,6 +272,8 @@ class Store:
         except BaseException:
             for held in holds:
                 held.holds -= 1
+            for held in holds:  # it may have been quarantined meanwhile
+                await self.retirement.settle(held)
             raise
         session.holds += 1
         holds.append(session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core import Core, Yield
 
-from flatcake_transport.errors import Unavailable
+from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
 
 ONE = SpaceSpec("one", "u8", 16, (4096,))
@@ -79,3 +79,53 @@ def test_a_file_sealed_while_its_first_turn_commits_leaves_a_journal_that_can_be
 
     core.run(core.commit(one), fails())
     assert torn == []
+
+
+def test_turns_given_back_in_any_order_leave_no_hole(core):
+    session, turns = beside(core, 2, 3)
+    for turn in turns:
+        core.do(core.abort(turn))
+    assert session.files[0].tail == session.files[0].written_bytes
+
+
+@PACES
+@pytest.mark.parametrize("what", ["truncate", "journal"])
+def test_a_session_dropped_while_its_trim_fails_frees_all_its_bytes(core, what, pace):
+    session, _ = beside(core)
+    core.fail(what)
+    core.now_s += 700
+    core._turns = pace
+    core.run(core.store.tick(600.0), core.node.retirement.drop(session))
+    core.check()
+
+
+def test_a_session_quarantined_while_a_turn_on_top_of_it_gets_no_room_is_gone(core, monkeypatch):
+    """It holds nothing, so no reclaim would ever find it and its file."""
+    session, _ = beside(core)
+
+    async def no_room(_sessions_max):
+        await core.store.report_corrupt([int(session.segments[0].address)])
+        raise Overloaded("as many sessions as there may be")
+
+    monkeypatch.setattr(core.node.retirement, "make_session_room", no_room)
+    with pytest.raises(Overloaded):
+        core.do(core.begin(ONE, [*HEAD, 2]))
+    assert session.gone
+
+
+def test_a_session_that_is_forked_while_others_are_dropped_stays(core):
+    core.put(ONE, [1], session="first")
+    core.put(ONE, [2], session="parent")
+    turn = core.do(core.begin(ONE, [2, 3], session="child"))
+    first, parent = (core.store.catalog.find(ONE.fingerprint, name) for name in ("first", "parent"))
+    drop = core.node.retirement.drop
+
+    async def drop_slowly(session):
+        await drop(session)
+        if session is first:
+            await core.commit(turn)
+
+    core.node.retirement.drop = drop_slowly
+    core.do(core.node.retirement._drop_all(1, [first.session_no, parent.session_no]))
+    assert core.hit(ONE, [1])[0] == 0
+    assert core.hit(ONE, [2, 3])[0] == 2
