@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 TIMEOUT_S: Final = 2.0  # a lookup takes a millisecond; an engine that waits longer had better recompute
 TRANSFER_TIMEOUT_S: Final = 60.0  # 100 GB from one good SSD
 GREET_PAUSE_S: Final = 1.0  # between two Hellos after one that led nowhere
+SAY_PAUSE_S: Final = 10.0  # between two log lines that say that the daemon is out of reach
 
 T = TypeVar("T")
 
@@ -101,7 +102,8 @@ class Client:
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._greet_after_s = 0.0
         self._greet_error = ""
-        self._reachable = True  # whether the last log line said so
+        self._reachable = True  # answered since the last log line that said otherwise
+        self._say_after_s = 0.0
         self._closed = False
         self.timeout_s = timeout_s
         self.transfer_timeout_s = transfer_timeout_s
@@ -214,7 +216,9 @@ class Client:
             connection = self._greeted(deadline_s)
             try:
                 connection.ensure_space(spec, deadline_s - time.monotonic())
-                return verb(connection, deadline_s - time.monotonic())
+                answer = verb(connection, deadline_s - time.monotonic())
+                self._reachable = True
+                return answer  # noqa: TRY300 - the loop goes on with what is caught
             except Stale:
                 self._leave(connection)
             except Unknown:
@@ -283,9 +287,10 @@ class Client:
         connection.retire()
 
     def _say_unreachable(self, error: Exception) -> None:
-        """One log line when it begins, not one a request."""
-        if self._reachable:
+        """One log line when it begins, not one a request; nor two in `SAY_PAUSE_S`, where every other one succeeds."""
+        if self._reachable and time.monotonic() >= self._say_after_s:
             self._reachable = False
+            self._say_after_s = time.monotonic() + SAY_PAUSE_S
             log.warning("FlatCake at %s is out of reach, blocks are recomputed meanwhile: %s", self._endpoint, error)
 
     def forget(self) -> None:

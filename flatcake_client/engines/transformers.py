@@ -147,6 +147,7 @@ class TransformersEngine:
         self._landings = Landings(self._layers, self._dtype, block_tokens)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._failing: set[str] = set()  # what failed last time, too: said when it began
 
     def generate(
         self,
@@ -200,7 +201,7 @@ class TransformersEngine:
                 self._count(restores_failed=int(hit.failure is not None))
         except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the tokens are computed
             self._count(restores_failed=1)
-            log.warning("a prefix was not restored, and is computed: %s", error)
+            self._say("restore", f"a prefix was not restored, and is computed: {error}")
         return self._empty_cache(), Restored()
 
     def store(self, tokens: Sequence[int], cache: Any, hints: RequestHints = RequestHints()) -> tuple[Part, ...]:
@@ -216,13 +217,16 @@ class TransformersEngine:
         """
         try:
             # A reply's last token was never fed, so the cache does not hold it.
-            return self._write(tokens[: cache.get_seq_length()], cache, hints)
+            parts = self._write(tokens[: cache.get_seq_length()], cache, hints)
         except Overloaded as error:
             self._count(stores_refused=1)
             log.info("a turn was not stored: %s", error)
         except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the reply is given
             self._count(stores_failed=1)
-            log.warning("a turn was not stored: %s", error)
+            self._say("store", f"a turn was not stored: {error}")
+        else:
+            self._say("store")
+            return parts
         return ()
 
     def decode(self, tokens: Sequence[int], cache: Any) -> Iterator[int]:
@@ -256,7 +260,7 @@ class TransformersEngine:
         )
         if usable < hit.blocks:
             self._count(restores_cut=1)
-            log.warning("%d of %d blocks came back: the rest is computed", usable, hit.blocks)
+        self._say("restore", f"{usable} of {hit.blocks} blocks came back: the rest is computed" * (usable < hit.blocks))
         cache = self._empty_cache()
         copied = True
         for layer in range(len(self._layers) if usable else 0):
@@ -328,6 +332,14 @@ class TransformersEngine:
         if len(dtypes) != 1:
             raise ValueError(f"KV of {type(self._model).__name__} is of {len(dtypes)} dtypes, not one")
         return dtypes.pop(), tuple(shapes)
+
+    def _say(self, verb: str, failure: str = "") -> None:
+        """One log line when a verb begins to fail, not one a request: a daemon may be gone for hours. Counts tell the rest."""
+        with self._lock:
+            known = verb in self._failing
+            (self._failing.add if failure else self._failing.discard)(verb)
+        if failure:
+            log.log(logging.DEBUG if known else logging.WARNING, "%s", failure)
 
     def _count(self, **counts: int) -> None:
         with self._lock:

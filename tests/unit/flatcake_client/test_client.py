@@ -178,6 +178,26 @@ def test_dead_daemon_is_a_miss_at_once_with_one_log_line(tmp_path, caplog):
         assert stats.turns_refused == 1
 
 
+def test_each_outage_is_said_once(daemon, client, caplog, monkeypatch):
+    """Also one without a new greeting between: a daemon that was too slow once, and answered again."""
+    monkeypatch.setattr(fc.client, "SAY_PAUSE_S", 0.0)
+    kv = Kv(client)
+    keys = kv.space.keys(kv.tokens(1, 3))
+    for _ in range(2):
+        daemon.fail["lookup"] = grpc.StatusCode.UNAVAILABLE
+        assert all(kv.space.lookup(keys).failure for _ in range(5))
+        del daemon.fail["lookup"]
+        assert kv.space.lookup(keys).failure is None
+    assert [record.levelname for record in caplog.records].count("WARNING") == 2
+    monkeypatch.setattr(fc.client, "SAY_PAUSE_S", 60.0)
+    for _ in range(5):
+        daemon.fail["lookup"] = grpc.StatusCode.UNAVAILABLE
+        kv.space.lookup(keys)
+        del daemon.fail["lookup"]
+        kv.space.lookup(keys)
+    assert [record.levelname for record in caplog.records].count("WARNING") == 3
+
+
 def test_stalled_daemon_costs_one_deadline(daemon, client):
     kv = Kv(client)
     stall = daemon.fail["lookup"] = threading.Event()

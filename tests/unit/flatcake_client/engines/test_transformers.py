@@ -136,6 +136,20 @@ def test_whatever_fails_is_computed_counted_and_logged(verb, error, caplog):
     assert engine.generate(prompt, 10).tokens == reply.tokens
 
 
+@pytest.mark.parametrize("verb", ["lookup", "restore", "begin_turn", "commit"])
+def test_an_outage_is_a_log_line_and_not_one_a_request(verb, caplog):
+    client, prompt = InMemoryClient(), tokens_of(100)
+    engine = engine_of(client)
+    for seed in (3, 4):
+        engine.generate(prompt, 2)
+        client.fail[verb] = fc.Unavailable("gone")
+        for _ in range(3):
+            engine.generate([*prompt, *tokens_of(20, seed=seed)], 2)
+        client.fail.clear()
+        engine.generate([*prompt, *tokens_of(20, seed=seed)], 2)
+    assert [record.levelname for record in caplog.records].count("WARNING") == 2
+
+
 @pytest.mark.parametrize("usable", [0, 1, 4])
 def test_a_restore_that_brings_less_is_completed_by_computing(usable, caplog):
     client, prompt = InMemoryClient(), tokens_of(100)
