@@ -20,6 +20,7 @@ from flatcake_server.reclaim import ReclaimOrder
 from flatcake_server.records import FileId, FileRecord, KeyArray, SegmentRecord, SessionNo, SessionRecord
 from flatcake_server.segments import SegmentMap, SegmentRun
 from flatcake_transport.address import MISSING, AddressArray, Medium
+from flatcake_transport.errors import Overloaded
 from flatcake_transport.space import Fingerprint, SpaceSpec
 
 MEMORY_POOL = 0  # pools 1.. are the SSD paths
@@ -159,15 +160,21 @@ class Catalog:
                     self.order.depend(segment.session_no, parent)
 
     def publish(self, session: Session, segment: SegmentRecord) -> int:
-        """Make a committed segment visible. Returns how many of its keys are new; the others stay where they were."""
+        """Make a committed segment visible. Returns how many of its keys are new; the others stay where they were.
+
+        0 also where the index takes none of them (keys made to meet in one of its tables): the caller discards it.
+        """
         spec = session.spec
         self.segments.add(segment)
         session.segments.append(segment)
         session.tail_key = segment.keys[-1].tobytes()
         steps = np.arange(segment.blocks, dtype=np.uint64) * np.uint64(spec.plane_bytes[0])
-        inserted = self.index.insert(segment.keys, np.uint64(segment.address) + steps)
+        try:
+            inserted = int(np.count_nonzero(self.index.insert(segment.keys, np.uint64(segment.address) + steps)))
+        except Overloaded:
+            inserted = 0
         self._count(session, segment, 1)
-        return int(np.count_nonzero(inserted))
+        return inserted
 
     def unpublish(self, session: Session, segment: SegmentRecord) -> None:
         """Make a segment invisible. Its bytes are as taken as before: the caller frees them, or does not."""

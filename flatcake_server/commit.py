@@ -66,8 +66,7 @@ class Committer:
         fresh = [part for part, is_stored in zip(turn.parts, stored, strict=True) if not is_stored]
         self.duplicate_blocks += sum(part.plan.blocks for part in duplicates)
         results = await asyncio.gather(*(self._store(turn, part) for part in fresh), return_exceptions=True)
-        failed = [part for part, result in zip(fresh, results, strict=True) if isinstance(result, BaseException)]
-        await self._reserver.give_back(duplicates + failed)
+        await self._reserver.give_back(duplicates + [part for part in fresh if part.open])
         chain = self._catalog.chain_of(turn.spec, turn.fingerprint, turn.keys)
         self._catalog.link(chain)
         self._catalog.use(chain, self._wall_s())
@@ -120,9 +119,12 @@ class Committer:
                 await self._persist(turn, part, segment, footer)
                 self._publish(turn, part, segment)
         if not self._indexed(segment):
-            # Somebody stored all of it while the disk was busy with ours.
-            self.duplicate_blocks += segment.blocks
+            # Somebody stored all of it while the disk was busy with ours, or the index refused its keys.
+            refused = not self._stored(part)
             await self._retirement.discard(session, segment)
+            if refused:
+                raise Overloaded("the index has no room for keys like these")
+            self.duplicate_blocks += segment.blocks
 
     async def _persist(self, turn: Turn, part: Part, segment: SegmentRecord, footer: bytes) -> None:
         session, file = part.session, part.file
@@ -172,5 +174,6 @@ class Committer:
     def _indexed(self, segment: SegmentRecord) -> bool:
         """Is any of its blocks the one that stands in the index?"""
         session = self._catalog.sessions[segment.session_no]
-        runs = self._catalog.runs(session.spec, session.fingerprint, self._catalog.present(segment.keys))
+        addresses = self._catalog.present(segment.keys)
+        runs = self._catalog.runs(session.spec, session.fingerprint, addresses[addresses != np.uint64(MISSING)])
         return any(run.segment is segment for run in runs)

@@ -129,3 +129,25 @@ def test_a_session_that_is_forked_while_others_are_dropped_stays(core):
     core.do(core.node.retirement._drop_all(1, [first.session_no, parent.session_no]))
     assert core.hit(ONE, [1])[0] == 0
     assert core.hit(ONE, [2, 3])[0] == 2
+
+
+@pytest.mark.parametrize("medium", ["memory", "ssd"])
+def test_keys_that_the_index_refuses_leave_nothing(core, monkeypatch, medium):
+    """Keys made to meet in one sub-table. The bytes were freed and yet served, and committed in the journal."""
+    hints = {"context_tokens": 1, "previous_reply_tokens": 1} if medium == "memory" else {}
+    core.put(ONE, [1])
+    turn = core.do(core.begin(ONE, [1, 2], **hints))
+    assert (turn.parts[0].file is None) == (medium == "memory")
+    with monkeypatch.context() as patch:
+
+        def full(*_arguments):
+            raise Overloaded("the sub-table is full: keys are skewed")
+
+        patch.setattr(core.store.catalog.index, "insert", full)
+        with pytest.raises(Unavailable, match="no room for keys like these"):
+            core.do(core.commit(turn))
+    core.check()
+    core.check_rest()
+    core.restart()
+    core.open(ONE)
+    assert core.hit(ONE, [1, 2])[0] == 1
