@@ -291,10 +291,11 @@ class Retirement:
                 if file.file_id == segment.file_id:
                     file.committed_bytes -= segment.total_bytes
             disk = self._disks[session.pool]
-            try:
-                await disk.run(disk.journal.drop, None, [], [segment.generation])
-            except FlatCakeError as error:
-                self.fail_disk(disk, f"its journal cannot be written: {error}")
+            async with session.lock:  # before the session's own end: a journal has no segment without its file
+                try:
+                    await disk.run(disk.journal.drop, None, [], [segment.generation])
+                except FlatCakeError as error:
+                    self.fail_disk(disk, f"its journal cannot be written: {error}")
         await self.settle(session)
 
     # -- paths -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from core import Core, Yield
 
+from flatcake_server.journal_records import FILES, SEGMENTS, SESSIONS
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
 
@@ -31,6 +32,21 @@ def beside(core, *steps):
     turns = [core.do(core.begin(ONE, [step])) for step in steps]
     assert all(turn.parts[0].file is session.files[0] for turn in turns)
     return session, turns
+
+
+def torn_journals(core):
+    """Kinds of records, after each write that left files without a session or segments without a file."""
+    records = core._records[core.node.disks[1].path / "journal"]
+    real, torn = records.write, []
+
+    def write(puts, deletes, **options):
+        real(puts, deletes, **options)
+        kinds = {key[:1] for key in records.records}
+        if (FILES in kinds and SESSIONS not in kinds) or (SEGMENTS in kinds and FILES not in kinds):
+            torn.append(sorted(kinds))
+
+    records.write = write
+    return torn
 
 
 def test_a_turn_in_a_file_whose_sync_failed_is_not_committed(core):
@@ -61,16 +77,7 @@ def test_a_file_sealed_while_its_session_goes_leaves_a_journal_that_can_be_read(
 def test_a_file_sealed_while_its_first_turn_commits_leaves_a_journal_that_can_be_read(core, steps):
     """The seal may not name a file whose session is not in the journal yet: a kill here would damage it."""
     one, two = core.do(core.begin(ONE, HEAD)), core.do(core.begin(ONE, [2]))
-    records = core._records[core.node.disks[1].path / "journal"]
-    real, torn = records.write, []
-
-    def write(puts, deletes, **options):
-        real(puts, deletes, **options)
-        kinds = {key[:1] for key in records.records}
-        if b"f" in kinds and b"n" not in kinds:
-            torn.append(sorted(kinds))
-
-    records.write = write
+    torn = torn_journals(core)
 
     async def fails():
         for _ in range(steps):
@@ -151,3 +158,13 @@ def test_keys_that_the_index_refuses_leave_nothing(core, monkeypatch, medium):
     core.restart()
     core.open(ONE)
     assert core.hit(ONE, [1, 2])[0] == 1
+
+
+@PACES
+def test_a_session_dropped_while_a_segment_is_quarantined_leaves_a_journal_that_can_be_read(core, pace):
+    session, (turn,) = beside(core, 2)
+    core.do(core.commit(turn))
+    torn = torn_journals(core)
+    core._turns = pace
+    core.run(core.store.report_corrupt([int(session.segments[0].address)]), core.node.retirement.drop(session))
+    assert torn == []
