@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from functools import partial
 from typing import Any, Final
 
@@ -111,8 +112,11 @@ class Tools:
             return WriteTools(self._file_mover(), self._memory_mover(), self._writing)
 
     def register(self, array: NDArray[np.uint8]) -> None:
-        """Memory that will be a source or target of many copies."""
-        self._memory_mover().register(Region(array.ctypes.data, len(array)))
+        """Memory that will be a source or target of many copies, as long as it lives: it is not kept."""
+        owner: Any = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base  # whom all views keep alive, and who goes just before the mapping
+        self._memory_mover().register(Region(array.ctypes.data, len(array), keep=weakref.ref(owner)))
 
     def stats(self) -> tuple[dict[str, MoverStats], dict[str, StagingStats]]:
         with self._lock:

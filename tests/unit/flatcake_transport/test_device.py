@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from conformance.movers import Setting, check_mover, random_bytes
 
+from flatcake_client.tools import Tools
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.mover import MemorySpan, Move, PagedSpan, Region
 from flatcake_transport.movers import memory
 from flatcake_transport.movers.device import DeviceCopies
 from flatcake_transport.movers.memory import MemoryMover
+from flatcake_transport.space import SpaceSpec
 
 torch = pytest.importorskip("torch", reason="copies to devices were not tested")
 CPU = torch.device("cpu")
@@ -92,3 +99,47 @@ def test_the_memory_mover_sends_device_moves_there_and_host_moves_to_its_threads
 def test_all_of_check_mover_on_the_device_path(monkeypatch) -> None:
     monkeypatch.setattr(memory, "_device_of", lambda _: CPU)
     check_mover(Setting(MemoryMover, torch.from_numpy, lambda t: t.numpy()), None)
+
+
+class Runtime:
+    """cudart, as far as pinning goes: what is registered now, and whether its memory was there when it was unregistered."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        self.pinned[address] = size_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        ctypes.string_at(address, self.pinned.pop(address))
+        return 0
+
+
+def test_memory_is_unpinned_before_it_goes() -> None:
+    """An arena of a daemon that was restarted, and staging that grew: their addresses come back with other pages."""
+    device, runtime, tools = copies(), Runtime(), Tools(1 << 20, 32 << 20)
+    device._stream, device._torch = object(), SimpleNamespace(cuda=SimpleNamespace(cudart=lambda: runtime))
+    mover: Any = tools._memory_mover()
+    mover._devices[CPU] = device
+    arena = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)[:4097]
+    tools.register(arena)
+    assert list(runtime.pinned) == [arena.ctypes.data]
+    part = arena[10:20]
+    del arena
+    assert len(runtime.pinned) == 1, "a copy from it may be under way"
+    del part
+    assert not runtime.pinned
+    held = mover._regions[0]
+    device.register(held)
+    assert not runtime.pinned, "a device that is used later pins nothing that is gone"
+    tools._reading.open_window(0).close()
+    assert len(runtime.pinned) == 2
+    tools.fit(SpaceSpec("m", "u8", 1, (2 << 20,)))
+    assert not runtime.pinned
+    kept = np.zeros(10, np.uint8)
+    tools.register(kept)
+    device._stream = None
+    device.close()
+    del kept
+    assert not runtime.pinned

@@ -9,6 +9,10 @@ registered is pinned with cudaHostRegister and copied by DMA; other memory is co
 and not asynchronous, and counted in `fallbacks`. Staging on the device is one chunk of at most CHUNK_BYTES at a time: freed
 and taken again in stream order by torch's caching allocator.
 
+What is registered may be given back while the mover lives: the arena of a daemon that was restarted, staging that grew. A
+region whose `keep` is a weak reference is unpinned just before its memory goes. If it were not, the address could be mapped
+anew, and a DMA to it would move the pages that were there before.
+
 Constructed with a CPU device, the same code runs without streams: that is how it is tested where no GPU is.
 """
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,17 +54,21 @@ class DeviceCopies:
         self._lock = threading.Lock()
         self._moves = self._commands = self._bytes = self._failures = 0
         self._fallbacks: dict[str, int] = {}
-        self._pinned: list[Region] = []
+        self._pinned: dict[int, Region] = {}  # by address
 
     def register(self, region: Region) -> None:
         """Pin host memory. What cannot be pinned is counted and still works."""
-        if self._stream is None or region.device != "cpu":
+        weak = isinstance(region.keep, weakref.ref)
+        owner = region.keep() if isinstance(region.keep, weakref.ref) else region.keep
+        if self._stream is None or region.device != "cpu" or (weak and owner is None):
             return
         runtime = self._torch.cuda.cudart()
         for flags in (_HOST_REGISTER_PORTABLE, _HOST_REGISTER_PORTABLE | _HOST_REGISTER_READ_ONLY):
             code = int(runtime.cudaHostRegister(region.address, region.size_bytes, flags))
             if code == 0:
-                self._pinned.append(region)
+                self._pinned[region.address] = region
+                if weak:
+                    weakref.finalize(owner, self._unpin, region.address).atexit = False
                 return
         self._count(f"cudaHostRegister: {code}")
 
@@ -158,9 +167,13 @@ class DeviceCopies:
 
     def close(self) -> None:
         self._synchronize()
-        pinned, self._pinned = self._pinned, []
-        for region in pinned:
-            self._torch.cuda.cudart().cudaHostUnregister(region.address)
+        for address in list(self._pinned):
+            self._unpin(address)
+
+    def _unpin(self, address: int) -> None:
+        """Takes no lock: a finalizer runs it, in any thread."""
+        if self._pinned.pop(address, None) is not None:
+            self._torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class _Writable:
