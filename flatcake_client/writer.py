@@ -17,7 +17,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -30,14 +30,13 @@ from flatcake_transport.checksum import granule_checksums
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.footer import CHECKSUM_NONE, CHECKSUM_XXH3
 from flatcake_transport.layout import SegmentLayout
-from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, PagedSpan, Slots, Transfer
-from flatcake_transport.paged import check_span
+from flatcake_transport.mover import Checks, FileSpan, MemorySpan, Move, Mover, PagedSpan, Slots, Transfer
+from flatcake_transport.paged import check_span, on_device
 from flatcake_transport.plan import WriteStep, plan_writes
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import OpenFile, StagingPool
 
 ABORT_TIMEOUT_S: Final = 1.0
-PIECE_BYTES: Final = 8 << 20  # two tasks of the memory mover: one for its thread, one for the caller
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,31 +239,28 @@ class Turn:
         plane_bytes = int(layout.plane_bytes[plane])
         start = part.segment.offset + layout.chunk(plane, 0)
         data = self._home.arena(deadline_s - self._now_s())[start : start + part.blocks * plane_bytes]
-        self._sums[index][layer] = self._copy(tools.memory, PagedSpan(source, slots, plane_bytes), data, layout, plane)
+        sums = self._gather(tools.memory, PagedSpan(source, slots, plane_bytes), data, 0, layout.granule_bytes(plane))
+        self._sums[index][layer] = sums.astype("<u8").tobytes() if self._algorithm else b""
 
-    def _copy(
-        self, mover: Mover, pages: PagedSpan, data: NDArray[np.uint8], layout: SegmentLayout, plane: int
-    ) -> bytes:
-        """Gather one plane into the arena, piece by piece: each is checked while the mover copies the next. Its checksums."""
-        granule_bytes = layout.granule_bytes(plane)
-        step = max(1, PIECE_BYTES // granule_bytes) * int(layout.granule_blocks[plane])
-        pieces, transfers = [], []
-        try:
-            for first in range(0, len(pages.slots), step):
-                span = PagedSpan(pages.pages, pages.slots[first : first + step], pages.plane_bytes)
-                pieces.append(data[first * pages.plane_bytes :][: span.size_bytes])
-                transfers.append(mover.submit([Move(span, MemorySpan(pieces[-1]))]))
-            sums = []
-            for piece, transfer in zip(pieces, transfers, strict=True):
-                transfer.wait()
-                if self._algorithm:
-                    sums.append(granule_checksums(piece, granule_bytes, self._algorithm).astype("<u8").tobytes())
-            return b"".join(sums)
-        finally:
-            # Without a deadline: when this returns, nobody may still be reading the engine's memory.
-            for transfer in transfers:
-                with contextlib.suppress(Unavailable):
-                    transfer.wait()
+    def _gather(
+        self, mover: Mover, pages: PagedSpan, data: Any, unchecked_blocks: int, granule_bytes: int
+    ) -> NDArray[np.uint64]:
+        """Copy slots to host memory; the checksums of what follows the first `unchecked_blocks`, taken on the way."""
+        start, slots = unchecked_blocks * pages.plane_bytes, pages.slots
+        whole = Move(pages, MemorySpan(data))
+        if not self._algorithm or on_device(pages.pages):
+            mover.submit(
+                [whole]
+            ).wait()  # without a deadline: when this returns, nobody may still read the engine's memory
+            return granule_checksums(data[start:], granule_bytes, self._algorithm)
+        checks = Checks(granule_bytes, self._algorithm, np.zeros(-(-(len(data) - start) // granule_bytes), np.uint64))
+        moves = [replace(whole, checks=checks)]
+        if start:
+            before = PagedSpan(pages.pages, slots[:unchecked_blocks], pages.plane_bytes)
+            after = PagedSpan(pages.pages, slots[unchecked_blocks:], pages.plane_bytes)
+            moves = [Move(before, MemorySpan(data[:start])), Move(after, MemorySpan(data[start:]), checks)]
+        mover.submit(moves).wait()
+        return checks.sums
 
     def _write_file(
         self,
@@ -296,11 +292,10 @@ class Turn:
                 self._await(moving[number % 2], deadline_s)
                 gathered = half[step.gather_offset : step.gather_offset + step.blocks * plane_bytes]
                 span = PagedSpan(source, slots[step.first_block : step.first_block + step.blocks], plane_bytes)
-                tools.memory.submit([Move(span, MemorySpan(gathered))]).wait()
+                unchecked_blocks = (step.checked_offset - step.gather_offset) // plane_bytes
+                sums.append(self._gather(tools.memory, span, gathered, unchecked_blocks, step.granule_bytes))
                 aligned = half[step.source_offset : step.source_offset + step.size_bytes]
                 aligned[step.size_bytes - step.zero_bytes :] = 0
-                checked = half[step.checked_offset : step.checked_offset + step.checked_bytes]
-                sums.append(granule_checksums(checked, step.granule_bytes, self._algorithm))
                 moving[number % 2] = self._submit(tools.files, file, part, step, aligned)
         finally:
             window.close([transfer for transfer in moving if transfer is not None])

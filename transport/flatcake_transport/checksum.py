@@ -56,11 +56,9 @@ def granule_checksums(data: Any, granule_bytes: int, algorithm: int) -> Checksum
     if algorithm == CHECKSUM_NONE:
         return np.zeros(granules, np.uint64)
     if algorithm == CHECKSUM_XXH3:
-        host = contiguous_bytes(data.cpu() if on_device(data) else data)
-        digests = (
-            xxhash.xxh3_64_intdigest(host[at : at + granule_bytes].data) for at in range(0, len(host), granule_bytes)
-        )
-        return np.fromiter(digests, np.uint64, granules)
+        view = contiguous_bytes(data.cpu() if on_device(data) else data).data
+        digest = xxhash.xxh3_64_intdigest
+        return np.array([digest(view[at : at + granule_bytes]) for at in range(0, len(view), granule_bytes)], np.uint64)
     if algorithm == CHECKSUM_WORDSUM:
         return _wordsum_device(data, granule_bytes) if on_device(data) else _wordsum(data, granule_bytes)
     raise ValueError(f"checksum algorithm {algorithm} is unknown: expected 0 (none), 1 (xxh3) or 2 (word sum)")

@@ -77,10 +77,25 @@ class PagedSpan:
 Span = FileSpan | MemorySpan | PagedSpan
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Checks:
+    """Checksums to take of the bytes of a gather while they are in the processor's cache: later each would be read again.
+
+    `sums` gets one a granule of the moved bytes, the last of which may be shorter; it is filled when the transfer rests.
+    """
+
+    granule_bytes: int  # whole blocks
+    algorithm: int  # of footer.ALGORITHMS
+    sums: NDArray[np.uint64]
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
+    """`checks` only where host memory is gathered, paged span -> memory span; elsewhere they are refused."""
+
     source: Span
     target: Span
+    checks: Checks | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -149,17 +150,31 @@ def gather(span: PagedSpan, data: Any) -> None:
 
 def gather_unchecked(span: PagedSpan, target: Bytes) -> None:
     """`gather` for a span and data that were checked before."""
+    for _ in gather_steps(span, target, len(span.slots)):
+        pass
+
+
+def gather_steps(span: PagedSpan, target: Bytes, step_blocks: int) -> Iterator[tuple[int, int]]:
+    """`gather_unchecked`, some blocks at a time; yields `(first, end)` of the blocks that are in `target` now."""
     if not len(span.slots):
         return
+    slots, blocks = span.slots, len(span.slots)
     rows = byte_rows(host_array(span.pages))
-    block_words = target.view(rows.dtype).reshape(len(span.slots), *rows.shape[1:])
-    if _consecutive(span.slots):
-        block_words[...] = rows[int(span.slots[0]) : int(span.slots[-1]) + 1]
-    elif not rows.flags.c_contiguous or not rows.flags.aligned:
-        block_words[...] = rows[span.slots]  # np.take would first copy all pages to make them contiguous
-    else:
-        # mode="clip" lets numpy write straight into `out`; the slots were checked, so nothing is ever clipped.
-        np.take(rows, span.slots, axis=0, out=block_words, mode="clip")
+    block_words = target.view(rows.dtype).reshape(blocks, *rows.shape[1:])
+    consecutive = _consecutive(slots)
+    plain = rows.flags.c_contiguous and rows.flags.aligned
+    for first in range(0, blocks, step_blocks):
+        end = min(first + step_blocks, blocks)
+        if consecutive:
+            block_words[first:end] = rows[int(slots[first]) : int(slots[end - 1]) + 1]
+        elif not plain:
+            block_words[first:end] = rows[
+                slots[first:end]
+            ]  # np.take would first copy all pages to make them contiguous
+        else:
+            # mode="clip" lets numpy write straight into `out`; the slots were checked, so nothing is ever clipped.
+            np.take(rows, slots[first:end], axis=0, out=block_words[first:end], mode="clip")
+        yield first, end
 
 
 def _tensor_rows(pages: torch.Tensor, data_offset: int) -> torch.Tensor:

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
+from flatcake_transport.checksum import granule_checksums
 from flatcake_transport.errors import Unavailable
-from flatcake_transport.mover import FileSpan, MemorySpan, Move, PagedSpan
+from flatcake_transport.footer import CHECKSUM_WORDSUM, CHECKSUM_XXH3
+from flatcake_transport.mover import Checks, FileSpan, MemorySpan, Move, PagedSpan
 from flatcake_transport.movers.memory import Joined, MemoryMover
+from flatcake_transport.movers.posix import PosixMover
 
 
 def test_all_moves_are_checked_before_the_first_byte_moves() -> None:
@@ -97,3 +102,43 @@ def test_joined_waits_for_all_and_then_tells_the_failure() -> None:
 def test_joined_that_is_not_there_yet_is_a_timeout_whatever_failed() -> None:
     with pytest.raises(TimeoutError):
         Joined([Fake(Unavailable("x")), Fake(TimeoutError())]).wait(1)
+
+
+@pytest.mark.parametrize("algorithm", [CHECKSUM_XXH3, CHECKSUM_WORDSUM])
+@pytest.mark.parametrize(
+    ("blocks", "plane_bytes", "granule_blocks"),
+    [(37, 96, 4), (64, 4096, 8), (3, 5000, 5), (0, 96, 4), (1300, 4096, 64)],
+)
+@pytest.mark.parametrize("task_bytes", [1, 1000, 8 << 20])
+def test_checksums_of_a_gather_are_those_of_its_bytes(
+    algorithm, blocks, plane_bytes, granule_blocks, task_bytes
+) -> None:
+    rng = np.random.default_rng(blocks)
+    pages = rng.integers(0, 256, (blocks + 5, plane_bytes), np.uint8)
+    slots = rng.permutation(blocks + 5)[:blocks]
+    target = np.zeros(blocks * plane_bytes, np.uint8)
+    granule_bytes = granule_blocks * plane_bytes
+    sums = np.zeros(-(-len(target) // granule_bytes), np.uint64)
+    with closing(MemoryMover(task_bytes=task_bytes, inline_bytes=0)) as mover:
+        move = Move(PagedSpan(pages, slots, plane_bytes), MemorySpan(target), Checks(granule_bytes, algorithm, sums))
+        mover.submit([move]).wait()
+    assert np.array_equal(target, pages[slots].reshape(-1))
+    assert np.array_equal(sums, granule_checksums(target, granule_bytes, algorithm))
+
+
+def test_checksums_are_refused_where_none_are_taken() -> None:
+    pages, data = np.zeros((4, 64), np.uint8), np.zeros(256, np.uint8)
+    paged, memory = PagedSpan(pages, np.arange(4), 64), MemorySpan(data)
+    good = Checks(128, CHECKSUM_XXH3, np.zeros(2, np.uint64))
+    with closing(MemoryMover()) as mover:
+        for move in (
+            Move(memory, paged, good),
+            Move(MemorySpan(data.copy()), memory, good),
+            Move(paged, memory, Checks(100, CHECKSUM_XXH3, np.zeros(3, np.uint64))),
+            Move(paged, memory, Checks(0, CHECKSUM_XXH3, np.zeros(3, np.uint64))),
+            Move(paged, memory, Checks(128, CHECKSUM_XXH3, np.zeros(3, np.uint64))),
+        ):
+            with pytest.raises(ValueError, match=r"checksum|granule|u64"):
+                mover.submit([move])
+    with closing(PosixMover()) as mover, pytest.raises(ValueError, match="checksums"):
+        mover.submit([Move(FileSpan(0, 0, 256), memory, good)])

@@ -19,15 +19,18 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from flatcake_transport.checksum import granule_checksums
 from flatcake_transport.errors import Unavailable
-from flatcake_transport.mover import MemorySpan, Move, MoverStats, PagedSpan, Region, Transfer
+from flatcake_transport.mover import Checks, MemorySpan, Move, MoverStats, PagedSpan, Region, Transfer
 from flatcake_transport.movers.device import DeviceCopies
 from flatcake_transport.movers.pool import Batch, Task, Workers
 from flatcake_transport.paged import (
     Bytes,
     check_span,
     contiguous_bytes,
+    gather_steps,
     gather_unchecked,
     host_array,
     on_device,
@@ -36,6 +39,9 @@ from flatcake_transport.paged import (
 
 TASK_BYTES: Final = 4 << 20  # 0.4 ms of copying: large beside taking a task, small beside a layer
 INLINE_BYTES: Final = 512 << 10  # 50 us of copying: about what it costs to wake a thread
+# Gathered before they are checked: still in the cache then, and few enough turns of the GIL. A store to memory reached
+# 12.0, 12.9, 13.7 and 12.5 GB/s with 0.5, 1, 2 and 4 MiB, beside 14.4 of one memcpy.
+CHECKED_BYTES: Final = 2 << 20
 THREADS_MAX: Final = 8  # memory bandwidth is reached before that
 
 
@@ -125,12 +131,20 @@ class MemoryMover:
             return [partial(scatter_unchecked, part, span) for part, span in self._parts(data, target)]
         assert isinstance(source, PagedSpan)
         assert isinstance(target, MemorySpan)
-        data = contiguous_bytes(target.data)
-        return [partial(gather_unchecked, span, part) for part, span in self._parts(data, source)]
+        data, checks = contiguous_bytes(target.data), move.checks
+        if checks is None:
+            return [partial(gather_unchecked, span, part) for part, span in self._parts(data, source)]
+        parts = self._parts(data, source, checks.granule_bytes // source.plane_bytes)
+        granules = -(-len(parts[0][0]) // checks.granule_bytes) if parts else 0
+        return [
+            partial(_gather_checked, span, part, checks, checks.sums[at * granules : (at + 1) * granules])
+            for at, (part, span) in enumerate(parts)
+        ]
 
-    def _parts(self, data: Bytes, span: PagedSpan) -> list[tuple[Bytes, PagedSpan]]:
-        """The span cut into parts of whole blocks, about `task_bytes` each."""
-        size, blocks = span.plane_bytes, max(1, self._task_bytes // span.plane_bytes)
+    def _parts(self, data: Bytes, span: PagedSpan, unit_blocks: int = 1) -> list[tuple[Bytes, PagedSpan]]:
+        """The span cut into parts of whole units of blocks, about `task_bytes` each."""
+        size = span.plane_bytes
+        blocks = max(1, self._task_bytes // (unit_blocks * size)) * unit_blocks
         return [
             (data[at * size : (at + blocks) * size], PagedSpan(span.pages, span.slots[at : at + blocks], size))
             for at in range(0, len(span.slots), blocks)
@@ -197,8 +211,20 @@ class Joined:
             raise failure
 
 
+def _gather_checked(span: PagedSpan, target: Bytes, checks: Checks, sums: NDArray[np.uint64]) -> None:
+    """Gather a few granules at a time, and take their checksums before the cache has forgotten them."""
+    granule_blocks = checks.granule_bytes // span.plane_bytes
+    step_blocks = max(1, CHECKED_BYTES // checks.granule_bytes) * granule_blocks
+    for first, end in gather_steps(span, target, step_blocks):
+        data = target[first * span.plane_bytes : end * span.plane_bytes]
+        granule_sums = granule_checksums(data, checks.granule_bytes, checks.algorithm)
+        sums[first // granule_blocks :][: len(granule_sums)] = granule_sums
+
+
 def _check(move: Move) -> None:
     spans = (move.source, move.target)
+    if move.checks is not None:
+        _check_checks(move, move.checks)
     if not all(isinstance(span, (MemorySpan, PagedSpan)) for span in spans) or all(
         isinstance(span, PagedSpan) for span in spans
     ):
@@ -216,6 +242,16 @@ def _check(move: Move) -> None:
     target = move.target.pages if isinstance(move.target, PagedSpan) else move.target.data  # type: ignore[union-attr]
     if isinstance(target, np.ndarray) and not target.flags.writeable:
         raise ValueError("the target of a move must be writable")
+
+
+def _check_checks(move: Move, checks: Checks) -> None:
+    pages, granule_bytes = move.source, checks.granule_bytes
+    if not isinstance(pages, PagedSpan) or _device_of(move) is not None:
+        raise ValueError("checksums are taken where host memory is gathered from paged slots, nowhere else")
+    if granule_bytes < 1 or granule_bytes % pages.plane_bytes:
+        raise ValueError(f"a granule of {granule_bytes} bytes is not whole blocks of {pages.plane_bytes}")
+    if checks.sums.shape != (-(-pages.size_bytes // granule_bytes),) or checks.sums.dtype != np.uint64:
+        raise ValueError(f"{pages.size_bytes} bytes need one u64 for each {granule_bytes}, not {checks.sums.shape}")
 
 
 def _device_of(move: Move) -> Any:
