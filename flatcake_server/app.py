@@ -255,6 +255,9 @@ class Node:
                 await self.store.tick(self.config.session_trim_after)
             except FlatCakeError as error:
                 log.warning("housekeeping: %s", error)
+            except Exception:
+                # Without a tick no lease ends by the clock and no turn that waits for a dead rank: it goes on, and says so.
+                log.exception("housekeeping failed in a way nobody foresaw")
 
     async def stop(self) -> None:
         """Drain and let everything go. Twice is fine; also after a start that failed half way."""

@@ -46,6 +46,8 @@ SESSIONS_NAME: Final = "sessions"
 _PROBE_NAME: Final = ".probe"
 _PROBE_BYTES: Final = 64 << 10
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Of this process or machine, for the moment: they say nothing of the disk, and would cost it all its sessions.
+_SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _NOT_OFFERED: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 _FILE_NAME: Final = re.compile(r"[0-9a-f]{16}\.kv")
 _DIRECTORY_NAME: Final = re.compile(r"[0-9a-f]{2}")
@@ -104,7 +106,7 @@ class SessionFiles:
         """Make a file of this length, its blocks allocated where the file system can.
 
         Raises:
-            Overloaded: the disk or a quota is full; no file is left.
+            Overloaded: the disk or a quota is full, or there is no descriptor or memory to be had; no file is left.
             Unavailable: the disk failed; no file is left unless it cannot even be unlinked.
             ValueError: the id was used before.
         """
@@ -328,7 +330,7 @@ def _direct_refusal(path: Path) -> str:
 
 
 def _translated(error: OSError, what: str) -> Overloaded | Unavailable:
-    kind = Overloaded if error.errno in _FULL else Unavailable
+    kind = Overloaded if error.errno in (*_FULL, *_SHORT) else Unavailable
     return kind(f"{what}: {error.strerror or error}")
 
 

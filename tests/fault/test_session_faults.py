@@ -111,7 +111,14 @@ def test_a_failing_disk_is_no_refusal(tmp_path, monkeypatch, code):
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"), [(errno.ENOSPC, Overloaded), (errno.EDQUOT, Overloaded), (errno.EIO, Unavailable)]
+    ("code", "kind"),
+    [
+        (errno.ENOSPC, Overloaded),
+        (errno.EDQUOT, Overloaded),
+        (errno.EMFILE, Overloaded),
+        (errno.ENOMEM, Overloaded),
+        (errno.EIO, Unavailable),
+    ],
 )
 @pytest.mark.parametrize("step", ["fallocate", "open"])
 def test_a_file_that_cannot_be_made(tmp_path, monkeypatch, code, kind, step):

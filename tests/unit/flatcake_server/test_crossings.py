@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from core import Core, Yield
 
+from flatcake_server import app
 from flatcake_server.journal_records import FILES, SEGMENTS, SESSIONS
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
@@ -168,3 +171,23 @@ def test_a_session_dropped_while_a_segment_is_quarantined_leaves_a_journal_that_
     core._turns = pace
     core.run(core.store.report_corrupt([int(session.segments[0].address)]), core.node.retirement.drop(session))
     assert torn == []
+
+
+def test_a_tick_that_fails_is_not_the_last(core, monkeypatch):
+    """Leases end by it."""
+    monkeypatch.setattr(app, "TICK_S", 0.001)
+    ticks = []
+
+    async def fails(_trim_after_s):
+        ticks.append(len(ticks))
+        raise KeyError("a bug")
+
+    async def watch():
+        core.store.tick = fails
+        ticker = asyncio.ensure_future(core.node._tick())
+        while len(ticks) < 3 and not ticker.done():
+            await asyncio.sleep(0.001)
+        ticker.cancel()
+
+    core.loop.run_until_complete(watch())
+    assert len(ticks) == 3
