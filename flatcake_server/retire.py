@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # Dropped together when there are as many sessions as there may be: the table is then full once in so many turns.
 SESSIONS_AT_ONCE: Final = 64
+# Looked at for a tail to trim before others have their turn: 0.06 us each, 0.8 where it is idle: 1 ms at most.
+SESSIONS_A_STEP: Final = 1000
 
 
 class Retirement:
@@ -328,11 +330,13 @@ class Retirement:
 
     async def trim_idle(self, idle_since_s: float) -> None:
         """Trim the files of sessions not used since a moment."""
-        for session in list(self._catalog.sessions.values()):
+        for at, session in enumerate(list(self._catalog.sessions.values())):
+            if at % SESSIONS_A_STEP == 0:
+                await asyncio.sleep(0)
             if session.last_used_s > idle_since_s or session.holds or not session.files:
                 continue
             async with session.lock:
-                if not session.gone and session.holds == 0:
+                if not session.gone and session.holds == 0 and session.files:
                     await self.trim(session, session.files[-1])
 
     def spawn(self, work: object) -> None:

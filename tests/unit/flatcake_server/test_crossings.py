@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from core import Core, Yield
 
-from flatcake_server import app
+from flatcake_server import app, retire
 from flatcake_server.journal_records import FILES, SEGMENTS, SESSIONS
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
@@ -191,3 +191,25 @@ def test_a_tick_that_fails_is_not_the_last(core, monkeypatch):
 
     core.loop.run_until_complete(watch())
     assert len(ticks) == 3
+
+
+def test_looking_for_idle_sessions_lets_others_have_their_turn(core, monkeypatch):
+    """A million of them are most of a second."""
+    monkeypatch.setattr(retire, "SESSIONS_A_STEP", 2)
+    for number in range(6):
+        core.put(ONE, [number], session=f"s{number}")
+    passed = 0
+
+    async def others():
+        nonlocal passed
+        while True:
+            passed += 1
+            await Yield()
+
+    async def look():
+        task = asyncio.ensure_future(others())
+        await core.node.retirement.trim_idle(core.now_s + 1)
+        task.cancel()
+
+    core.do(look())
+    assert passed >= 3
