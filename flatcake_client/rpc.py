@@ -37,7 +37,9 @@ _OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),  # a daemon is never behind the proxy of the user's shell
     # A daemon that comes back is seen within half a second; gRPC would wait up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # gRPC also takes this for the time an attempt to connect may need: on a busy machine 100 ms were not enough. A socket
+    # that nobody listens on fails at once all the same.
+    ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.use_local_subchannel_pool", 1),  # two clients in one process do not share a backoff
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -567,3 +569,43 @@ def test_a_turn_that_the_engine_lost_is_aborted_when_its_writes_rest(daemon, cli
     assert not daemon.turns
     assert client._connection._turns == 0
     assert client.stats().turns_aborted == 1
+
+
+def test_a_daemon_that_is_slow_to_accept_is_reached(daemon, tmp_path):
+    """A machine busy with other things, such as a daemon's start: the first question waits, within its deadline."""
+    front = socket.socket(socket.AF_UNIX)
+    sockets, threads = [front], []
+    front.bind(f"{tmp_path}/slow.sock")
+    front.listen()
+
+    def pass_on(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                caller, _ = front.accept()
+                time.sleep(0.3)
+                back = socket.socket(socket.AF_UNIX)
+                sockets.extend((caller, back))
+                back.connect(f"{tmp_path}/fake.sock")
+                for ends in ((caller, back), (back, caller)):
+                    threads.append(threading.Thread(target=pass_on, args=ends))
+                    threads[-1].start()
+
+    acceptor = threading.Thread(target=accept)
+    acceptor.start()
+    with fc.connect(f"unix://{tmp_path}/slow.sock", timeout_s=5.0) as client:
+        kv = Kv(client)
+        assert kv.space.lookup(kv.space.keys(kv.tokens(1, 3))).failure is None
+    front.shutdown(socket.SHUT_RDWR)
+    acceptor.join()
+    for end in sockets:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join()
+    for end in sockets:
+        end.close()
