@@ -269,7 +269,7 @@ class Hit:
             found.lease_id if found else 0,
             connection.welcome.lease_ttl_s if connection else 0.0,
             asked_s,
-            self._renew,
+            partial(_renew, connection),
             connection.lost if connection else lambda: True,
         )
         if self.lease.lease_id:
@@ -373,12 +373,14 @@ class Hit:
             raise Unavailable("the hit is empty")
         return self._connection
 
-    def _renew(self, lease_id: int, timeout_s: float) -> bool:
-        connection = self._reachable()
-        return bool(lease_id) and lease_id in connection.rpc.renew(connection.welcome, [lease_id], timeout_s)
-
     def _restored(self, restore: Restore) -> None:
         stats = restore.stats
         self._client.counts.add("restores")
         self._client.counts.add("read_commands", stats.read_commands)
         self._client.counts.add("bytes_read", stats.bytes_read)
+
+
+def _renew(connection: Connection | None, lease_id: int, timeout_s: float) -> bool:
+    if connection is None or not lease_id:
+        return False
+    return lease_id in connection.rpc.renew(connection.welcome, [lease_id], timeout_s)

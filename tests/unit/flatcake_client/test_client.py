@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -609,3 +610,25 @@ def test_a_daemon_that_is_slow_to_accept_is_reached(daemon, tmp_path):
         thread.join()
     for end in sockets:
         end.close()
+
+
+@pytest.mark.parametrize("medium", [Medium.MEMORY, Medium.SSD])
+def test_the_engines_arrays_are_let_go_without_a_collection(daemon, client, medium):
+    """Engines switch the collector off while they serve: what a request held must not wait for it."""
+    daemon.medium = medium
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 3))
+    gc.collect()
+    gc.disable()
+    try:
+        target = [np.zeros((3, kv.plane_bytes), np.uint8) for _ in range(kv.layers)]
+        gone = [weakref.ref(pages) for pages in target]
+        with kv.space.lookup(kv.space.keys(kv.tokens(1, 3))) as hit:
+            restore = hit.restore(target, np.arange(3))
+            assert restore.wait() == 3
+        found = weakref.ref(hit)
+        del target, restore, hit
+        assert [pages() is None for pages in gone] == [True] * kv.layers
+        assert found() is None
+    finally:
+        gc.enable()
