@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -115,66 +114,64 @@ def _consecutive(slots: Slots) -> bool:
     return len(slots) > 0 and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((np.diff(slots) == 1).all())
 
 
+class HostCopy:
+    """A span and its contiguous bytes on the host, both seen as rows of one word: worked out once, copied in parts.
+
+    Parts are blocks `first .. end` of the span; several threads may copy different ones at once, without the GIL.
+    Span and data were checked before (`check_span`, sizes).
+    """
+
+    __slots__ = ("_consecutive", "_plain", "_rows", "_slots", "_words")
+
+    def __init__(self, span: PagedSpan, data: Bytes) -> None:
+        self._slots = span.slots
+        self._rows = byte_rows(host_array(span.pages))
+        self._words = data.view(self._rows.dtype).reshape(len(span.slots), *self._rows.shape[1:])
+        self._consecutive = _consecutive(span.slots)
+        self._plain = self._rows.flags.c_contiguous and self._rows.flags.aligned
+
+    def scatter(self, first: int, end: int) -> None:
+        """Copy these blocks from the data into the slots."""
+        if self._consecutive:
+            start = int(self._slots[0])
+            self._rows[start + first : start + end] = self._words[first:end]
+        else:
+            self._rows[self._slots[first:end]] = self._words[first:end]
+
+    def gather(self, first: int, end: int) -> None:
+        """Copy these blocks from the slots into the data."""
+        words, slots = self._words[first:end], self._slots[first:end]
+        if self._consecutive:
+            start = int(self._slots[0])
+            words[...] = self._rows[start + first : start + end]
+        elif not self._plain:
+            words[...] = self._rows[slots]  # np.take would first copy all pages to make them contiguous
+        else:
+            # mode="clip" lets numpy write straight into `out`; the slots were checked, so nothing is ever clipped.
+            np.take(self._rows, slots, axis=0, out=words, mode="clip")
+
+
 def scatter(data: Any, span: PagedSpan) -> None:
     """Copy contiguous host bytes into the span's slots on the host. Block i is `data[i * plane_bytes : ...]`.
 
-    The caller's thread does the copy, without the GIL. Raises: ValueError: sizes, slots or kinds are wrong.
+    The caller's thread does the copy. Raises: ValueError: sizes, slots or kinds are wrong.
     """
-    check_span(span)
-    source = contiguous_bytes(data)
-    if len(source) != span.size_bytes:
-        raise ValueError(f"{len(source)} bytes for {len(span.slots)} blocks of {span.plane_bytes}")
-    scatter_unchecked(source, span)
-
-
-def scatter_unchecked(source: Bytes, span: PagedSpan) -> None:
-    """`scatter` for a span and data that were checked before; what movers call on their threads."""
-    if not len(span.slots):
-        return
-    rows = byte_rows(host_array(span.pages))
-    block_words = source.view(rows.dtype).reshape(len(span.slots), *rows.shape[1:])
-    if _consecutive(span.slots):
-        rows[int(span.slots[0]) : int(span.slots[-1]) + 1] = block_words
-    else:
-        rows[span.slots] = block_words
+    copy = _checked_copy(span, data)
+    copy.scatter(0, len(span.slots))
 
 
 def gather(span: PagedSpan, data: Any) -> None:
     """Copy the span's slots into contiguous host bytes: the inverse of `scatter`, with the same errors."""
+    copy = _checked_copy(span, data)
+    copy.gather(0, len(span.slots))
+
+
+def _checked_copy(span: PagedSpan, data: Any) -> HostCopy:
     check_span(span)
-    target = contiguous_bytes(data)
-    if len(target) != span.size_bytes:
-        raise ValueError(f"{len(target)} bytes for {len(span.slots)} blocks of {span.plane_bytes}")
-    gather_unchecked(span, target)
-
-
-def gather_unchecked(span: PagedSpan, target: Bytes) -> None:
-    """`gather` for a span and data that were checked before."""
-    for _ in gather_steps(span, target, len(span.slots)):
-        pass
-
-
-def gather_steps(span: PagedSpan, target: Bytes, step_blocks: int) -> Iterator[tuple[int, int]]:
-    """`gather_unchecked`, some blocks at a time; yields `(first, end)` of the blocks that are in `target` now."""
-    if not len(span.slots):
-        return
-    slots, blocks = span.slots, len(span.slots)
-    rows = byte_rows(host_array(span.pages))
-    block_words = target.view(rows.dtype).reshape(blocks, *rows.shape[1:])
-    consecutive = _consecutive(slots)
-    plain = rows.flags.c_contiguous and rows.flags.aligned
-    for first in range(0, blocks, step_blocks):
-        end = min(first + step_blocks, blocks)
-        if consecutive:
-            block_words[first:end] = rows[int(slots[first]) : int(slots[end - 1]) + 1]
-        elif not plain:
-            block_words[first:end] = rows[
-                slots[first:end]
-            ]  # np.take would first copy all pages to make them contiguous
-        else:
-            # mode="clip" lets numpy write straight into `out`; the slots were checked, so nothing is ever clipped.
-            np.take(rows, slots[first:end], axis=0, out=block_words[first:end], mode="clip")
-        yield first, end
+    host = contiguous_bytes(data)
+    if len(host) != span.size_bytes:
+        raise ValueError(f"{len(host)} bytes for {len(span.slots)} blocks of {span.plane_bytes}")
+    return HostCopy(span, host)
 
 
 def _tensor_rows(pages: torch.Tensor, data_offset: int) -> torch.Tensor:

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flatcake_transport.checksum import granule_checksums
 from flatcake_transport.errors import Unavailable
@@ -28,20 +27,17 @@ from flatcake_transport.movers.device import DeviceCopies
 from flatcake_transport.movers.pool import Batch, Task, Workers
 from flatcake_transport.paged import (
     Bytes,
+    HostCopy,
     check_span,
     contiguous_bytes,
-    gather_steps,
-    gather_unchecked,
     host_array,
     on_device,
-    scatter_unchecked,
 )
 
-TASK_BYTES: Final = 4 << 20  # 0.4 ms of copying: large beside taking a task, small beside a layer
+TASK_BYTES: Final = (
+    2 << 20
+)  # 0.2 ms of copying: large beside taking a task, small beside a layer, and in the cache for checksums
 INLINE_BYTES: Final = 512 << 10  # 50 us of copying: about what it costs to wake a thread
-# Gathered before they are checked: still in the cache then, and few enough turns of the GIL. A store to memory reached
-# 12.0, 12.9, 13.7 and 12.5 GB/s with 0.5, 1, 2 and 4 MiB, beside 14.4 of one memcpy.
-CHECKED_BYTES: Final = 2 << 20
 THREADS_MAX: Final = 8  # memory bandwidth is reached before that
 
 
@@ -127,28 +123,23 @@ class MemoryMover:
             ]
         if isinstance(target, PagedSpan):
             assert isinstance(source, MemorySpan)
-            data = contiguous_bytes(source.data)
-            return [partial(scatter_unchecked, part, span) for part, span in self._parts(data, target)]
+            scatter = HostCopy(target, contiguous_bytes(source.data)).scatter
+            return [partial(scatter, *part) for part in self._parts(target)]
         assert isinstance(source, PagedSpan)
         assert isinstance(target, MemorySpan)
         data, checks = contiguous_bytes(target.data), move.checks
+        copy = HostCopy(source, data)
         if checks is None:
-            return [partial(gather_unchecked, span, part) for part, span in self._parts(data, source)]
-        parts = self._parts(data, source, checks.granule_bytes // source.plane_bytes)
-        granules = -(-len(parts[0][0]) // checks.granule_bytes) if parts else 0
-        return [
-            partial(_gather_checked, span, part, checks, checks.sums[at * granules : (at + 1) * granules])
-            for at, (part, span) in enumerate(parts)
-        ]
+            return [partial(copy.gather, *part) for part in self._parts(source)]
+        granule_blocks = checks.granule_bytes // source.plane_bytes
+        parts = self._parts(source, granule_blocks)
+        return [partial(_gather_checked, copy, data, checks, source.plane_bytes, *part) for part in parts]
 
-    def _parts(self, data: Bytes, span: PagedSpan, unit_blocks: int = 1) -> list[tuple[Bytes, PagedSpan]]:
-        """The span cut into parts of whole units of blocks, about `task_bytes` each."""
-        size = span.plane_bytes
-        blocks = max(1, self._task_bytes // (unit_blocks * size)) * unit_blocks
-        return [
-            (data[at * size : (at + blocks) * size], PagedSpan(span.pages, span.slots[at : at + blocks], size))
-            for at in range(0, len(span.slots), blocks)
-        ]
+    def _parts(self, span: PagedSpan, unit_blocks: int = 1) -> list[tuple[int, int]]:
+        """`(first, end)` of parts of the span, whole units of blocks, about `task_bytes` each."""
+        step = max(1, self._task_bytes // (unit_blocks * span.plane_bytes)) * unit_blocks
+        blocks = len(span.slots)
+        return [(first, min(first + step, blocks)) for first in range(0, blocks, step)]
 
     def _device(self, move: Move) -> DeviceCopies:
         device = _device_of(move)
@@ -211,14 +202,12 @@ class Joined:
             raise failure
 
 
-def _gather_checked(span: PagedSpan, target: Bytes, checks: Checks, sums: NDArray[np.uint64]) -> None:
-    """Gather a few granules at a time, and take their checksums before the cache has forgotten them."""
-    granule_blocks = checks.granule_bytes // span.plane_bytes
-    step_blocks = max(1, CHECKED_BYTES // checks.granule_bytes) * granule_blocks
-    for first, end in gather_steps(span, target, step_blocks):
-        data = target[first * span.plane_bytes : end * span.plane_bytes]
-        granule_sums = granule_checksums(data, checks.granule_bytes, checks.algorithm)
-        sums[first // granule_blocks :][: len(granule_sums)] = granule_sums
+def _gather_checked(copy: HostCopy, data: Bytes, checks: Checks, plane_bytes: int, first: int, end: int) -> None:
+    """Gather whole granules and take their checksums before the cache has forgotten them."""
+    copy.gather(first, end)
+    sums = granule_checksums(data[first * plane_bytes : end * plane_bytes], checks.granule_bytes, checks.algorithm)
+    at = first * plane_bytes // checks.granule_bytes
+    checks.sums[at : at + len(sums)] = sums
 
 
 def _check(move: Move) -> None:
