@@ -268,13 +268,17 @@ class Store:
             held.holds += 1  # what the turn continues is not what makes room for it
         try:
             await self._make_table_room(client_id, blocks)
-            session = self._session_of_turn(spec, fingerprint, request, int(np.argmax(missing)))
+            begun = self._joinable(join_key, request.shard) if spec.shards > 1 else None
+            if begun is not None:  # by another shard, while room was made for both
+                await self._join(begun, request.shard, client_id)
+            else:
+                session = self._session_of_turn(spec, fingerprint, request, int(np.argmax(missing)))
         except BaseException:
-            for held in holds:
-                held.holds -= 1
-            for held in holds:  # it may have been quarantined meanwhile
-                await self.retirement.settle(held)
+            await self._let_go(holds)
             raise
+        if begun is not None:
+            await self._let_go(holds)
+            return begun
         session.holds += 1
         holds.append(session)
         turn_no = request.turn or session.turns + 1
@@ -310,6 +314,12 @@ class Store:
             raise UnknownTurn("the client went away")
         self.counts["turns_begun"] += 1
         return turn
+
+    async def _let_go(self, holds: list[Session]) -> None:
+        for held in holds:
+            held.holds -= 1
+        for held in holds:  # what the turn continued may have been quarantined meanwhile
+            await self.retirement.settle(held)
 
     async def _make_table_room(self, client_id: int, blocks: int) -> None:
         """Have a place in the tables for one more turn with so many blocks. Raises: Overloaded."""

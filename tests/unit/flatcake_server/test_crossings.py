@@ -13,6 +13,7 @@ from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
 
 ONE = SpaceSpec("one", "u8", 16, (4096,))
+TWO = SpaceSpec("two", "u8", 16, (4096,), shards=2)
 HEAD = [1] * 20  # its file has room for some single blocks more
 
 PACES = pytest.mark.parametrize("pace", range(5))  # who is faster
@@ -214,3 +215,22 @@ def test_looking_for_idle_sessions_lets_others_have_their_turn(core, monkeypatch
 
     core.do(look())
     assert passed >= 3
+
+
+@PACES
+def test_ranks_join_while_a_place_in_the_tables_is_made(tmp_path, pace):
+    """Or each would wait in a turn of its own for the other, and neither would ever be visible."""
+    core = Core(tmp_path, sessions_max=3)
+    core.open(ONE)
+    core.open(TWO)
+    for number in range(3):
+        core.put(ONE, [number], session=f"s{number}")
+    core._turns = pace
+    turns = core.run(*(core.begin(TWO, [1, 2], shard=shard, client=shard) for shard in range(2)))
+    assert turns[0] is turns[1]
+    for shard in range(2):
+        core.do(core.commit(turns[shard], shard=shard, client=shard))
+    assert core.hit(TWO, [1, 2])[0] == 2
+    core.check(data=True)
+    core.check_rest()
+    core.close()
