@@ -11,6 +11,7 @@ A `ReadStream` keeps both halves busy: while the caller scatters one, the other 
 
 Invariants: a half has one user at a time: the mover from submit until the transfer rests, then the caller until it asks for
 the next step. A window goes back to the pool only when no transfer touches it any more; until then it stays counted as out.
+Also one whose stream was lost instead of closed: else a few lost restores would leave no staging to all that follow.
 """
 
 from __future__ import annotations
@@ -91,6 +92,12 @@ class Window:
         if pool is not None:
             pool._give(self.halves, [t for t in transfers if not t.done()])  # noqa: SLF001 - one idea in two classes
 
+    def lose(self, transfers: Sequence[Transfer]) -> None:
+        """`close` for finalizers: takes no lock, and the pool hears of it when it is next asked for a window."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool._lost.append((self.halves, list(transfers)))  # noqa: SLF001
+
     def __enter__(self) -> Self:
         return self
 
@@ -118,6 +125,7 @@ class StagingPool:
         self._changed = threading.Condition()
         self._free: list[tuple[Any, Any]] = []
         self._lingering: list[tuple[tuple[Any, Any], list[Transfer]]] = []
+        self._lost: deque[tuple[tuple[Any, Any], list[Transfer]]] = deque()
         self._waiting: deque[object] = deque()
         self._made = self._out = self._waits = self._refusals = 0
 
@@ -151,6 +159,8 @@ class StagingPool:
 
     def _ready(self) -> bool:
         """Whether a window exists or may be made; reclaims those whose transfers have come to rest meanwhile."""
+        while self._lost:
+            self._lingering.append(self._lost.popleft())
         resting = [halves for halves, transfers in self._lingering if all(t.done() for t in transfers)]
         if resting:
             self._lingering = [entry for entry in self._lingering if not all(t.done() for t in entry[1])]
@@ -270,3 +280,8 @@ class ReadStream:
         flying = [transfer for _, _, transfer in self._flying]
         self._flying.clear()
         self._window.close([*flying, *transfers])
+
+    def __del__(self) -> None:
+        # Not closed: whoever had it lost it. Nothing is there to lose if `__init__` was given nonsense.
+        if hasattr(self, "_flying"):
+            self._window.lose([transfer for _, _, transfer in self._flying])

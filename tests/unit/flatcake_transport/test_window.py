@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -264,3 +265,16 @@ def test_a_mover_that_refuses_leaves_no_window_out() -> None:
         pool.open_window(0)
     mover.transfers[0].land()
     pool.open_window(0).close()
+
+
+def test_the_window_of_a_lost_stream_comes_back_when_its_reads_rest() -> None:
+    pool, mover = StagingPool(2 * PAGE, PAGE), Hand()
+    stream = stream_of([step(1), step(2)], mover, pool)
+    del stream
+    gc.collect()
+    with pytest.raises(Overloaded):
+        pool.open_window(0)
+    for transfer in mover.transfers:
+        transfer.land()
+    pool.open_window(0).close()
+    assert pool.stats().windows_out == 0
