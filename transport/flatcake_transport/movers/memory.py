@@ -34,9 +34,8 @@ from flatcake_transport.paged import (
     on_device,
 )
 
-TASK_BYTES: Final = (
-    2 << 20
-)  # 0.2 ms of copying: large beside taking a task, small beside a layer, and in the cache for checksums
+# 0.2 ms of copying: large beside taking a task, small beside a layer, and still in the cache for its checksums.
+TASK_BYTES: Final = 2 << 20
 INLINE_BYTES: Final = 512 << 10  # 50 us of copying: about what it costs to wake a thread
 THREADS_MAX: Final = 8  # memory bandwidth is reached before that
 
