@@ -141,13 +141,17 @@ class Catalog:
         self.segments.load(segments)
         if not segments:
             return
+        self.index.insert(*self._blocks_of(segments))
+        self._link_all(segments)
+
+    def _blocks_of(self, segments: list[SegmentRecord]) -> tuple[KeyArray, AddressArray]:
+        """Keys and addresses of all blocks of segments, at least one."""
         counts = np.array([segment.blocks for segment in segments])
         bases = np.array([segment.address for segment in segments], np.uint64)
         steps = np.array([self.sessions[s.session_no].spec.plane_bytes[0] for s in segments], np.uint64)
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         addresses = np.repeat(bases, counts) + within.astype(np.uint64) * np.repeat(steps, counts)
-        self.index.insert(np.concatenate([segment.keys for segment in segments]), addresses)
-        self._link_all(segments)
+        return np.concatenate([segment.keys for segment in segments]), addresses
 
     def _link_all(self, segments: list[SegmentRecord]) -> None:
         """Find which session each segment's parent lives in."""
@@ -183,6 +187,19 @@ class Catalog:
         self.segments.remove(segment)
         session.segments.remove(segment)
         self._count(session, segment, -1)
+
+    def unload(self, sessions: list[Session]) -> None:
+        """As `unpublish` and `forget` of each, at once: those of a path that failed may be most of what there is."""
+        gone = [segment for session in sessions for segment in session.segments]
+        if gone:
+            self.index.remove(*self._blocks_of(gone))
+            numbers = {session.session_no for session in sessions}
+            self.segments.load(segment for segment in self.segments if segment.session_no not in numbers)
+        for session in sessions:
+            for segment in session.segments:
+                self._count(session, segment, -1)
+            session.segments.clear()
+            self.forget(session)
 
     def _count(self, session: Session, segment: SegmentRecord, sign: int) -> None:
         pool = MEMORY_POOL if segment.address.medium is Medium.MEMORY else session.pool

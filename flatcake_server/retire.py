@@ -308,8 +308,10 @@ class Retirement:
             return
         disk.failure = failure
         lost = [session for session in self._catalog.sessions.values() if session.pool == disk.pool]
-        for session in lost:
-            self._vanish(session)
+        memory = [(session.session_no, s) for session in lost for s in session.segments if not s.file_id]
+        self._catalog.unload(lost)
+        for session_no, segment in memory:
+            self._free_memory(session_no, segment)
         self.counts["disk_failures"] += 1
         log.error("SSD path %s is out of service, %d sessions with it: %s", disk.path, len(lost), failure)
 

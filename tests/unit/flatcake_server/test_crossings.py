@@ -234,3 +234,22 @@ def test_ranks_join_while_a_place_in_the_tables_is_made(tmp_path, pace):
     core.check(data=True)
     core.check_rest()
     core.close()
+
+
+def test_a_path_that_fails_takes_its_sessions_at_once(core, monkeypatch):
+    """One by one they held the loop: 22 s for 100,000 segments."""
+    for number in range(4):
+        core.put(ONE, [number], session=f"s{number}")
+        core.put(ONE, [number, 9], session=f"s{number}", context_tokens=1, previous_reply_tokens=1)
+    index, calls = core.store.catalog.index, []
+    remove = index.remove
+    monkeypatch.setattr(index, "remove", lambda *arguments: calls.append(remove(*arguments)))
+    _, lease = core.hit(ONE, [0, 9], pin=True)
+    core.node.retirement.fail_disk(core.node.disks[1], "EIO")
+    assert calls == [8]
+    assert len(core.node.retirement.limbo) == 1, "leased memory waits"
+    assert core.hit(ONE, [1, 9])[0] == 0
+    core.check()
+    core.store.release(core.clients[0], [lease])
+    core.do(core.store.tick(600.0))
+    assert core.node.memory.used_bytes == 0
