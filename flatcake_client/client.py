@@ -202,6 +202,10 @@ class Client:
                 "flatcake_client.connect() in the child"
             )
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def forked(self) -> bool:
         return os.getpid() != self._pid
 

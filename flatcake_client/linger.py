@@ -20,6 +20,19 @@ from flatcake_transport.errors import FlatCakeError
 from flatcake_transport.mover import Transfer
 
 
+class Pause:
+    """Something to wait for that is no transfer: time. Who waits for it ends it."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._until_s = time.monotonic() + pause_s
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._until_s
+
+    def wait(self, timeout_s: float | None = None) -> None:  # noqa: ARG002 - as Transfer has it
+        self._until_s = 0.0
+
+
 class Linger:
     """Acts that wait for transfers. Thread-safe."""
 

@@ -22,8 +22,10 @@ from flatcake_client.connection import Connection
 from flatcake_client.handover import Descriptors
 from flatcake_client.keys import KeyArray, chain_keys, check_keys, foreign_keys, host_integers, root_key
 from flatcake_client.lease import Lease
+from flatcake_client.linger import Pause
 from flatcake_client.records import Found, Grant, Run, TurnHints
 from flatcake_client.restore import Restore
+from flatcake_client.rpc import Stale, Unknown
 from flatcake_client.writer import Turn
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.handoff import Verb
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 LAYOUTS_KEPT: Final = 1024  # geometries of segments by block count: some 3 KB each for 80 layers
 REPORT_TIMEOUT_S: Final = 1.0
+ABORT_AGAIN_S: Final = 2.0  # longer than a silent daemon is left alone
 
 
 class Space:
@@ -195,8 +198,20 @@ class _Home:
         return connection.rpc.commit_turn(connection.welcome, turn_id, self._space.shard, sums, timeout_s)
 
     def abort(self, turn_id: int, failure: str, timeout_s: float) -> None:
+        """Said again later, until it was heard: a grant ends by word or with the connection, never by time."""
         connection = self._connection
-        connection.rpc.abort_turn(connection.welcome, turn_id, self._space.shard, failure, timeout_s)
+        try:
+            connection.rpc.abort_turn(connection.welcome, turn_id, self._space.shard, failure, timeout_s)
+        except (Stale, Unknown):
+            raise  # there is no such turn
+        except FlatCakeError:
+            if not connection.lost() and not self._client.closed:
+                self._client.linger.leave([Pause(ABORT_AGAIN_S)], partial(self._abort_again, turn_id, failure))
+            raise
+
+    def _abort_again(self, turn_id: int, failure: str) -> None:
+        with contextlib.suppress(FlatCakeError):
+            self.abort(turn_id, failure, REPORT_TIMEOUT_S)
 
     def when_rested(self, transfers: Sequence[Transfer], act: Callable[[], None]) -> None:
         self._client.linger.when_rested(transfers, act)

@@ -632,3 +632,27 @@ def test_the_engines_arrays_are_let_go_without_a_collection(daemon, client, medi
         assert found() is None
     finally:
         gc.enable()
+
+
+def test_an_abort_that_was_not_heard_is_said_again(daemon, client, monkeypatch):
+    """A daemon that hangs for a moment would else keep the turn's space as long as the engine lives."""
+    monkeypatch.setattr("flatcake_client.space.ABORT_AGAIN_S", 0.05)
+    kv = Kv(client)
+    daemon.fail["abort_turn"] = daemon.fail["commit_turn"] = grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(fc.Unavailable):
+        kv.store(kv.tokens(1, 3))
+    assert daemon.turns
+    time.sleep(0.06)
+    assert kv.hit(kv.tokens(1, 3)) == 0
+    assert daemon.calls["abort_turn"] == 2
+    daemon.fail.clear()
+    time.sleep(0.06)
+    assert kv.hit(kv.tokens(1, 3)) == 0
+    assert not daemon.turns
+    assert client.linger.settle(1)
+    daemon.fail["abort_turn"] = grpc.StatusCode.UNAVAILABLE
+    with kv.space.begin_turn(kv.space.keys(kv.tokens(2, 3))):
+        pass
+    connection = client._connection
+    client.close()
+    assert connection.handover._socket.fileno() == -1, "the end of the connection says it, too"
