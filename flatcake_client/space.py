@@ -322,9 +322,11 @@ class Hit:
         if self.runs and not self.lease.lease_id:
             raise ValueError("this hit is not pinned: look up with pin=True to restore")
         self._client.linger.sweep()
+        # Windows on a device serve that device only: a model over several gets the host's.
+        devices = {device_of(pages) for pages in target}
         restore = Restore(
             self,
-            self._client.tools.reading(device_of(target[0]) if len(target) else "cpu", verify=self.verify),
+            self._client.tools.reading(devices.pop() if len(devices) == 1 else "cpu", verify=self.verify),
             target,
             slots,
             first_block,

@@ -143,3 +143,16 @@ def test_memory_is_unpinned_before_it_goes() -> None:
     device.close()
     del kept
     assert not runtime.pinned
+
+
+def test_moves_to_several_devices_go_to_each(monkeypatch) -> None:
+    """Two names of the CPU stand for two GPUs, with the layers of one model on both."""
+    other = torch.device("cpu", 0)
+    targets = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    monkeypatch.setattr(memory, "_device_of", lambda move: CPU if move.target.data is targets[0] else other)
+    mover: Any = MemoryMover()
+    source = random_bytes(4, 64)
+    mover.submit([Move(MemorySpan(source), MemorySpan(target)) for target in targets]).wait(30)
+    assert all(np.array_equal(target.numpy(), source) for target in targets)
+    assert [mover._devices[device].stats().moves for device in (CPU, other)] == [1, 1]
+    mover.close()

@@ -12,6 +12,7 @@ Invariant: sizes, slots and kinds of all moves are checked in `submit`, before t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -87,13 +88,20 @@ class MemoryMover:
         with self._lock:
             if self._closed:
                 raise Unavailable("the memory mover is closed")
-        device_moves = [move for move in moves if _device_of(move) is not None]
-        host_moves = [move for move in moves if _device_of(move) is None] if device_moves else moves
+        by_device: dict[Any, list[Move]] = {}
+        for move in moves:
+            by_device.setdefault(_device_of(move), []).append(move)
+        host_moves = by_device.pop(None, [])
         transfers: list[Transfer] = []
-        if device_moves:
-            transfers.append(self._device(device_moves[0]).submit(device_moves))
-        if host_moves or not transfers:
-            transfers.append(self._submit_host(host_moves))
+        try:
+            for device_moves in by_device.values():  # the layers of one model may be on several
+                transfers.append(self._device(device_moves[0]).submit(device_moves))
+            if host_moves or not transfers:
+                transfers.append(self._submit_host(host_moves))
+        except BaseException:
+            with contextlib.suppress(Unavailable):
+                Joined(transfers).wait()  # nothing may touch memory after an error
+            raise
         return transfers[0] if len(transfers) == 1 else Joined(transfers)
 
     def _submit_host(self, moves: Sequence[Move]) -> Batch:
