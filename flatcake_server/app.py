@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 # Ten times the lease: a client that can move no bytes and says nothing is no client.
 SILENCE_LEASES = 10
 TICK_S = 1.0
+CLOSE_TIMEOUT_S = 5.0
 
 
 class Node:
@@ -66,7 +68,7 @@ class Node:
             pool: Disk(path, pool, config.ssd_path_bytes, config.disk_queue_max)
             for pool, path in enumerate(config.ssd_paths, 1)
         }
-        self.catalog = Catalog(BlockIndex(config.index_blocks_max))
+        self.catalog = Catalog(BlockIndex(config.index_blocks_max, seed=secrets.randbits(63)))
         self.numbers = Numbers()
         self.leases = LeaseTable(config.lease_ttl, config.leases_max)
         self.retirement = Retirement(
@@ -249,18 +251,26 @@ class Node:
         return ""
 
     async def _tick(self) -> None:
+        """Every second, whether the last tick has ended or not: a disk that hangs holds up its own work only."""
         while True:
             await asyncio.sleep(TICK_S)
-            try:
-                await self.store.tick(self.config.session_trim_after)
-            except FlatCakeError as error:
-                log.warning("housekeeping: %s", error)
-            except Exception:
-                # Without a tick no lease ends by the clock and no turn that waits for a dead rank: it goes on, and says so.
-                log.exception("housekeeping failed in a way nobody foresaw")
+            self.retirement.spawn(self._tick_once())
 
-    async def stop(self) -> None:
-        """Drain and let everything go. Twice is fine; also after a start that failed half way."""
+    async def _tick_once(self) -> None:
+        try:
+            await self.store.tick(self.config.session_trim_after)
+        except FlatCakeError as error:
+            log.warning("housekeeping: %s", error)
+        except Exception:
+            log.exception("housekeeping failed in a way nobody foresaw; it goes on")
+
+    async def stop(self) -> bool:
+        """Drain and let everything go. Twice is fine; also after a start that failed half way.
+
+        Returns:
+            False where a disk hangs: its threads will not end, and the process must be ended under them.
+        """
+        rested = True
         if hasattr(self, "store"):
             self.store.draining = True
             await self.rpc.set_serving(serving=False)
@@ -271,14 +281,23 @@ class Node:
             if self._ticker is not None:
                 self._ticker.cancel()
             await self.handover.close()
-            await self.retirement.drain()
+            rested = await _in_time(self.retirement.drain(), self.config.drain_timeout)
         if self._web is not None:
             await self._web.cleanup()
             self._web = None
         for disk in self.disks.values():
-            await asyncio.get_running_loop().run_in_executor(None, disk.close)
+            closing = asyncio.get_running_loop().run_in_executor(None, disk.close)
+            if not (rested := await _in_time(closing, CLOSE_TIMEOUT_S) and rested):
+                log.error("SSD path %s hangs; it is left as it is, as a kill would", disk.path)
         if hasattr(self, "arena"):
             self.arena.close()
+        return rested
+
+
+async def _in_time(work: Awaitable[object], timeout_s: float) -> bool:
+    """Whether the work ended within the time; else it goes on by itself."""
+    _, hanging = await asyncio.wait({asyncio.ensure_future(work)}, timeout=timeout_s)
+    return not hanging
 
 
 def _take_socket(path: Path) -> None:
@@ -319,7 +338,9 @@ async def run(config: NodeConfig) -> int:
     gc.freeze()
     await stopping.wait()
     log.info("stopping")
-    await node.stop()
+    if not await node.stop():
+        logging.shutdown()
+        os._exit(1)  # the interpreter would wait for the threads that hang
     return 0
 
 

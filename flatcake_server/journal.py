@@ -137,12 +137,21 @@ class Journal:
         self._write(puts)
         self._known.update(spaces)
 
-    def drop(self, session_no: SessionNo | None, file_ids: Sequence[FileId], generations: Sequence[Generation]) -> None:
-        """Forget files and segments, and their session unless None. Raises: Unavailable: as `commit`."""
+    def drop(
+        self,
+        session_no: SessionNo | None,
+        file_ids: Sequence[FileId],
+        generations: Sequence[Generation],
+        sync: bool = False,
+    ) -> None:
+        """Forget files and segments, and their session unless None. Raises: Unavailable: as `commit`.
+
+        `sync`: for good, also over a power cut. Not needed where the files go with them.
+        """
         deletes = [SESSIONS + number_key(session_no)] if session_no is not None else []
         deletes += (FILES + number_key(file_id) for file_id in file_ids)
         deletes += (SEGMENTS + number_key(generation) for generation in generations)
-        self._write([], deletes)
+        self._write([], deletes, sync=sync)
 
     def put_file(self, *files: FileRecord) -> None:
         """Replace what is remembered of files that have segments: cut, or sealed. Raises: Unavailable: as `commit`."""

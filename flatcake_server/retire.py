@@ -51,6 +51,7 @@ class Retirement:
         self._disks = disks
         self._watermarks = watermarks
         self._memory_room = asyncio.Lock()
+        self._trimming = False
         self._memory_futile = False  # nothing could go: not looked for again before the next tick
         self._background: set[asyncio.Task[None]] = set()
         self._limbo: list[tuple[SessionNo, int, int]] = []
@@ -295,7 +296,7 @@ class Retirement:
             disk = self._disks[session.pool]
             async with session.lock:  # before the session's own end: a journal has no segment without its file
                 try:
-                    await disk.run(disk.journal.drop, None, [], [segment.generation])
+                    await disk.run(disk.journal.drop, None, [], [segment.generation], True)  # also over a power cut
                 except FlatCakeError as error:
                     self.fail_disk(disk, f"its journal cannot be written: {error}")
         await self.settle(session)
@@ -331,7 +332,16 @@ class Retirement:
                 await self._delete(disk, again)
 
     async def trim_idle(self, idle_since_s: float) -> None:
-        """Trim the files of sessions not used since a moment."""
+        """Trim the files of sessions not used since a moment. One such walk at a time: a disk may hang in it."""
+        if self._trimming:
+            return
+        self._trimming = True
+        try:
+            await self._trim_all(idle_since_s)
+        finally:
+            self._trimming = False
+
+    async def _trim_all(self, idle_since_s: float) -> None:
         for at, session in enumerate(list(self._catalog.sessions.values())):
             if at % SESSIONS_A_STEP == 0:
                 await asyncio.sleep(0)

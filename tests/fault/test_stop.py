@@ -157,3 +157,26 @@ def test_nothing_is_left_behind_by_kills(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["daemon.log", "fc.sock", "fc.sock.fds", "ssd"]
         assert daemon.stop() == 0
         assert sorted(path.name for path in tmp_path.iterdir()) == ["daemon.log", "ssd"]
+
+
+def test_a_disk_that_hangs_holds_up_neither_the_clock_nor_the_end(tmp_path):
+    """Deleting never returns, for good: leases and clients still end by the clock, and SIGTERM still ends the daemon."""
+    wrapper = tmp_path / "hang.py"
+    wrapper.write_text(
+        "import threading\n"
+        "from flatcake_server.session import SessionFiles\n"
+        "SessionFiles.delete = lambda self, file_id: threading.Event().wait()\n"
+    )
+    with Daemon(tmp_path, wrapper=wrapper, lease_ttl="1s", drain_timeout="1s") as daemon:
+        with connect(daemon) as client:
+            kv = Kv(client)
+            kv.store(kv.tokens(1, 4), session="goes")
+            kv.store(kv.tokens(2, 4), session="stays")
+            with daemon.admin() as admin, pytest.raises(fc.Unavailable):
+                admin.drop(["goes"])
+            assert kv.hit(kv.tokens(2, 4)) == 4
+            kv.space.lookup(kv.space.keys(kv.tokens(2, 4)))  # pinned, and never released
+            daemon.until(lambda status: status["leases"] == 0 and status["counters"]["lookups_total"] >= 2)
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait(20), daemon.log_tail()
+        assert "hangs" in daemon.log_tail()

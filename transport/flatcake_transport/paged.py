@@ -44,7 +44,7 @@ def on_device(array: object) -> bool:
 
 
 def device_of(array: object) -> str:
-    """ "cpu", or e.g. "cuda:0"."""
+    """Where the bytes of an array are: "cpu", or e.g. "cuda:0"."""
     return str(cast("torch.Tensor", array).device) if is_tensor(array) else "cpu"
 
 
