@@ -31,8 +31,8 @@ from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_gr
 from flatcake_server.clients import StaleClient
 from flatcake_server.law import Progress
 from flatcake_server.records import KeyArray
-from flatcake_server.store import Store, TurnRequest, UnknownSpace, UnknownTurn
-from flatcake_server.turns import Turn
+from flatcake_server.store import Store, UnknownSpace, UnknownTurn
+from flatcake_server.turns import Turn, TurnRequest
 from flatcake_transport.address import Address
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
 from flatcake_transport.space import FINGERPRINT_BYTES, Fingerprint, SpaceSpec

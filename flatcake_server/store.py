@@ -32,7 +32,7 @@ from flatcake_server.records import FileId, KeyArray, SessionNo
 from flatcake_server.reserve import Numbers, Reserver
 from flatcake_server.retire import Retirement
 from flatcake_server.segments import SegmentRun
-from flatcake_server.turns import Part, Turn, plan_parts
+from flatcake_server.turns import Part, Turn, TurnRequest, plan_parts
 from flatcake_transport.address import MISSING, Medium
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.space import Fingerprint, SpaceSpec
@@ -51,20 +51,6 @@ class UnknownSpace(LookupError):
 
 class UnknownTurn(LookupError):
     """No such turn of this client: it was finished, aborted, or lost with a restart."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TurnRequest:
-    """What a client says of a turn before it is written. `keys` is the whole chain, `root_key` the parent of its first."""
-
-    shard: int
-    session: str
-    keys: KeyArray
-    root_key: bytes
-    context_tokens: int | None = None
-    previous_reply_tokens: int | None = None
-    share_counts: Sequence[int] | None = None
-    turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ ends only by its writer's word or with its connection: until then the bytes are 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,6 +23,20 @@ from flatcake_server.records import KeyArray
 from flatcake_transport.address import Address, Medium
 from flatcake_transport.layout import SEGMENT_BLOCKS_MAX, SegmentLayout
 from flatcake_transport.space import Fingerprint, SpaceSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnRequest:
+    """What a client says of a turn before it is written. `keys` is the whole chain, `root_key` the parent of its first."""
+
+    shard: int
+    session: str
+    keys: KeyArray
+    root_key: bytes
+    context_tokens: int | None = None
+    previous_reply_tokens: int | None = None
+    share_counts: Sequence[int] | None = None
+    turn: int | None = None
 
 
 @dataclass(slots=True, frozen=True)

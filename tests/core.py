@@ -22,8 +22,7 @@ from flatcake_server.config import NodeConfig
 from flatcake_server.disk import Disk
 from flatcake_server.journal import Journal
 from flatcake_server.law import check_data, check_files, check_state
-from flatcake_server.store import TurnRequest
-from flatcake_server.turns import Part, Turn
+from flatcake_server.turns import Part, Turn, TurnRequest
 from flatcake_transport.checksum import granule_checksums
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.footer import CHECKSUM_XXH3

@@ -13,7 +13,15 @@ class Kv:
     """A space of a client, and KV for it. Bytes of block with key k in layer l: a pattern seeded by (k, l)."""
 
     def __init__(
-        self, client: Any, *, layers: int = 3, plane_bytes: int = 8192, block_tokens: int = 16, model: str = "test", shards: int = 1, shard: int = 0
+        self,
+        client: Any,
+        *,
+        layers: int = 3,
+        plane_bytes: int = 8192,
+        block_tokens: int = 16,
+        model: str = "test",
+        shards: int = 1,
+        shard: int = 0,
     ) -> None:
         self.layers, self.plane_bytes, self.block_tokens, self.shard = layers, plane_bytes, block_tokens, shard
         self.space = client.open_space(

@@ -187,7 +187,7 @@ def test_a_tick_that_fails_is_not_the_last(core, monkeypatch):
         core.store.tick = fails
         ticker = asyncio.ensure_future(core.node._tick())
         while len(ticks) < 3 and not ticker.done():
-            await asyncio.sleep(0.001)
+            await asyncio.wait({ticker}, timeout=0.001)
         ticker.cancel()
 
     core.loop.run_until_complete(watch())
