@@ -4,8 +4,9 @@
     store, memory     begin_turn, write_layer x 32, commit                          / one numpy copy of the same bytes
     store, SSD        the same, with the file's making, footer and fdatasync        / fallocate, best pwritev, fdatasync
 
-Each also with `verify=all`, where writers compute checksums (xxh3) of all they store and readers compare all they restore: what
-that costs chose the default, `remote`. All pages are touched before. Run: python bench/memory.py [--dir DIR]
+Each with `verify=remote`, the default: writers compute checksums (xxh3) of what goes to files, readers of this node compare
+nothing; and with `verify=all`: checksums of all that is stored, compared in all that is restored. The difference chose the
+default. All pages are touched before. Run: python bench/memory.py [--dir DIR]
 """
 
 from __future__ import annotations
@@ -149,10 +150,10 @@ def main() -> None:
     args = arguments(
         __doc__,
         memory_mib=(1024, "bytes copied at once"),
-        ssd_mib=(512, "bytes stored on SSD at once"),
+        ssd_mib=(1024, "bytes stored on SSD at once"),
         rounds=(7, "how often each takes its turn"),
     )
-    report = Report(f"Copies and stores, {LAYERS} layers; writers compute checksums unless verify=off")
+    report = Report(f"Copies and stores, {LAYERS} layers")
     with disk_directory(args.dir, 4 * args.ssd_mib * MIB) as directory:
         in_memory(args, directory, report)
         on_ssd(args, directory, report)

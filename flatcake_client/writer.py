@@ -3,7 +3,8 @@
     memory part   slots --gather--> arena                                     lands before write_layer returns
     file part     slots --gather--> half of a window --write--> session file  writes go on while the next half is gathered
 
-Checksums (xxh3 a granule, 31 GB/s on one core) are taken from the gathered bytes, so they cover the way to the medium. Staging
+Checksums (xxh3 a granule) are taken from the gathered bytes while the cache has them, so they cover the way to the medium. Of
+memory they cost 15 to 25 % of a store, so they are left out where nobody would compare them. Staging
 is held only while bytes move: a turn that waits for the engine's next layer holds none.
 
 - A write that fails is remembered; the turn then writes no more, and `commit` raises and tells the daemon to seal the file.
@@ -79,6 +80,7 @@ class Turn:
         tools_of: Callable[[Any], WriteTools],
         *,
         checksums: bool,
+        memory_checksums: bool = True,
         timeout_s: float,
         now_s: Callable[[], float] = time.monotonic,
         guard: Callable[[], None] = lambda: None,
@@ -88,7 +90,9 @@ class Turn:
         self._home, self._grant, self._spec, self._shard = home, grant, spec, shard
         self._tools_of, self._timeout_s, self._now_s, self._guard = tools_of, timeout_s, now_s, guard
         self._forked = forked
-        self._algorithm = CHECKSUM_XXH3 if checksums else CHECKSUM_NONE
+        self._algorithms = [
+            CHECKSUM_XXH3 if checksums and (part.file_id or memory_checksums) else CHECKSUM_NONE for part in grant.parts
+        ]
         self._lock = threading.RLock()
         self._files: Mapping[int, OpenFile] = {}
         self._layouts = [home.layout_of(part.blocks) for part in grant.parts]
@@ -159,7 +163,10 @@ class Turn:
             deadline_s = self._now_s() + (self._timeout_s if timeout_s is None else timeout_s)
             self._harvest(deadline_s - self._now_s())
             if self._failure is None:
-                sums = [(self._algorithm, b"".join(layers)) for layers in self._sums]
+                sums = [
+                    (algorithm, b"".join(layers))
+                    for algorithm, layers in zip(self._algorithms, self._sums, strict=True)
+                ]
                 try:
                     visible = self._home.commit(self._grant.turn_id, sums, deadline_s - self._now_s())
                 except FlatCakeError as error:
@@ -229,44 +236,26 @@ class Turn:
         self.transfers[:] = moving
 
     def _write(self, index: int, layer: int, source: Any, slots: Slots, deadline_s: float) -> None:
-        part, layout = self.parts[index], self._layouts[index]
+        part, layout, algorithm = self.parts[index], self._layouts[index], self._algorithms[index]
         plane = self._shard * self._spec.layers + layer
         tools = self._tools_of(source)
         if part.file_id:
-            sums = self._write_file(part, layout, plane, tools, source, slots, deadline_s)
-            self._sums[index][layer] = sums.astype("<u8").tobytes() if self._algorithm else b""
+            sums = self._write_file(part, layout, plane, algorithm, tools, source, slots, deadline_s)
+            self._sums[index][layer] = sums.astype("<u8").tobytes() if algorithm else b""
             return
         plane_bytes = int(layout.plane_bytes[plane])
         start = part.segment.offset + layout.chunk(plane, 0)
         data = self._home.arena(deadline_s - self._now_s())[start : start + part.blocks * plane_bytes]
-        sums = self._gather(tools.memory, PagedSpan(source, slots, plane_bytes), data, 0, layout.granule_bytes(plane))
-        self._sums[index][layer] = sums.astype("<u8").tobytes() if self._algorithm else b""
-
-    def _gather(
-        self, mover: Mover, pages: PagedSpan, data: Any, unchecked_blocks: int, granule_bytes: int
-    ) -> NDArray[np.uint64]:
-        """Copy slots to host memory; the checksums of what follows the first `unchecked_blocks`, taken on the way."""
-        start, slots = unchecked_blocks * pages.plane_bytes, pages.slots
-        whole = Move(pages, MemorySpan(data))
-        if not self._algorithm or on_device(pages.pages):
-            mover.submit(
-                [whole]
-            ).wait()  # without a deadline: when this returns, nobody may still read the engine's memory
-            return granule_checksums(data[start:], granule_bytes, self._algorithm)
-        checks = Checks(granule_bytes, self._algorithm, np.zeros(-(-(len(data) - start) // granule_bytes), np.uint64))
-        moves = [replace(whole, checks=checks)]
-        if start:
-            before = PagedSpan(pages.pages, slots[:unchecked_blocks], pages.plane_bytes)
-            after = PagedSpan(pages.pages, slots[unchecked_blocks:], pages.plane_bytes)
-            moves = [Move(before, MemorySpan(data[:start])), Move(after, MemorySpan(data[start:]), checks)]
-        mover.submit(moves).wait()
-        return checks.sums
+        span = PagedSpan(source, slots, plane_bytes)
+        sums = _gather(tools.memory, span, data, 0, layout.granule_bytes(plane), algorithm)
+        self._sums[index][layer] = sums.astype("<u8").tobytes() if algorithm else b""
 
     def _write_file(
         self,
         part: Part,
         layout: SegmentLayout,
         plane: int,
+        algorithm: int,
         tools: WriteTools,
         source: Any,
         slots: Slots,
@@ -293,7 +282,7 @@ class Turn:
                 gathered = half[step.gather_offset : step.gather_offset + step.blocks * plane_bytes]
                 span = PagedSpan(source, slots[step.first_block : step.first_block + step.blocks], plane_bytes)
                 unchecked_blocks = (step.checked_offset - step.gather_offset) // plane_bytes
-                sums.append(self._gather(tools.memory, span, gathered, unchecked_blocks, step.granule_bytes))
+                sums.append(_gather(tools.memory, span, gathered, unchecked_blocks, step.granule_bytes, algorithm))
                 aligned = half[step.source_offset : step.source_offset + step.size_bytes]
                 aligned[step.size_bytes - step.zero_bytes :] = 0
                 moving[number % 2] = self._submit(tools.files, file, part, step, aligned)
@@ -317,3 +306,22 @@ class Turn:
         except Unavailable:
             self._torn = True
             raise
+
+
+def _gather(
+    mover: Mover, pages: PagedSpan, data: Any, unchecked_blocks: int, granule_bytes: int, algorithm: int
+) -> NDArray[np.uint64]:
+    """Copy slots to host memory; the checksums of what follows the first `unchecked_blocks`, taken on the way."""
+    start, slots = unchecked_blocks * pages.plane_bytes, pages.slots
+    whole = Move(pages, MemorySpan(data))
+    if not algorithm or on_device(pages.pages):
+        mover.submit([whole]).wait()  # without a deadline: when this returns, nobody may still read the engine's memory
+        return granule_checksums(data[start:], granule_bytes, algorithm)
+    checks = Checks(granule_bytes, algorithm, np.zeros(-(-(len(data) - start) // granule_bytes), np.uint64))
+    moves = [replace(whole, checks=checks)]
+    if start:
+        before = PagedSpan(pages.pages, slots[:unchecked_blocks], pages.plane_bytes)
+        after = PagedSpan(pages.pages, slots[unchecked_blocks:], pages.plane_bytes)
+        moves = [Move(before, MemorySpan(data[:start])), Move(after, MemorySpan(data[start:]), checks)]
+    mover.submit(moves).wait()
+    return checks.sums

@@ -9,6 +9,7 @@ from homes import FakeHome, Gate
 from flatcake_client.records import Grant
 from flatcake_client.writer import Turn, WriteTools
 from flatcake_transport.errors import Overloaded, Unavailable
+from flatcake_transport.footer import CHECKSUM_NONE, CHECKSUM_XXH3
 from flatcake_transport.movers.memory import MemoryMover
 from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.space import SpaceSpec
@@ -41,9 +42,12 @@ def home(tmp_path):
 
 @pytest.fixture
 def make(home, gate, memory):
-    def make_turn(parts=((0, 4, False),), *, timeout_s=5.0, windows=2, checksums=True):
+    def make_turn(parts=((0, 4, False),), *, timeout_s=5.0, windows=2, checksums=True, memory_checksums=True):
         tools = WriteTools(gate, memory, StagingPool(2 * HALF * windows, HALF))
-        return Turn(home, home.grant(parts), SPEC, 0, lambda _: tools, checksums=checksums, timeout_s=timeout_s)
+        return Turn(
+            home, home.grant(parts), SPEC, 0, lambda _: tools,
+            checksums=checksums, memory_checksums=memory_checksums, timeout_s=timeout_s,
+        )  # fmt: skip
 
     return make_turn
 
@@ -175,6 +179,17 @@ def test_leaving_the_context_aborts(make, home):
     with pytest.raises(ZeroDivisionError), make() as turn:
         raise ZeroDivisionError
     assert home.outcomes == ["aborted", "aborted"]
+
+
+def test_memory_may_go_without_checksums(make, home):
+    turn = make([(0, 2, True), (2, 2, False)], memory_checksums=False)
+    for layer in (0, 1):
+        turn.write_layer(layer, PAGES, [0, 1, 2, 3])
+    turn.commit()
+    (memory_algorithm, memory_sums), (file_algorithm, file_sums) = home.committed[0]
+    assert (memory_algorithm, memory_sums) == (CHECKSUM_NONE, b"")
+    assert file_algorithm == CHECKSUM_XXH3
+    assert len(file_sums) == 2 * 8
 
 
 def test_without_verification_there_are_no_checksums(make, home):
