@@ -129,9 +129,12 @@ class Node:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def close(self, number: int = signal.SIGTERM) -> None:
+        self.stop(number)
         shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +165,14 @@ class Raw:
         finally:
             os.close(fd)
 
-    def write_s(self, path: Path, size_bytes: int, setting: Setting) -> float:
-        """Into a freshly pre-allocated file, up to and with fdatasync; what was at `path` is gone before."""
+    def write_s(self, path: Path, size_bytes: int, setting: Setting, memory: Bytes | None = None) -> float:
+        """Into a freshly pre-allocated file, up to and with fdatasync; what was at `path` is gone before. From: as `read_s`."""
         path.unlink(missing_ok=True)
         start_s = time.perf_counter()
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
-            self._run_s(os.pwritev, fd, size_bytes, setting)
+            self._run_s(os.pwritev, fd, size_bytes, setting, memory)
             os.fdatasync(fd)
             return time.perf_counter() - start_s
         finally:

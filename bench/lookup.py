@@ -202,7 +202,7 @@ def main() -> None:
                         "in the daemon, mean ms", seconds / count * 1e3, detail="a lookup without gRPC's own work"
                     )
             finally:
-                node.stop(signal.SIGKILL)
+                node.close(signal.SIGKILL)
     report.show(as_json=args.json)
 
 
