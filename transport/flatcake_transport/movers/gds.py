@@ -232,6 +232,8 @@ class GdsTransfer:
 
 
 def _check(move: Move) -> None:
+    if move.checks is not None:
+        raise ValueError("gds takes no checksums: the memory mover does, where it gathers")
     kinds = {type(move.source), type(move.target)}
     if kinds != {FileSpan, MemorySpan}:
         raise ValueError(f"gds moves between files and memory, not {type(move.source)} to {type(move.target)}")
