@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ TURNS = 175
 SESSION_BLOCKS = TURNS * TURN_BLOCKS  # 3,500: a context of 224,000 tokens
 JOURNAL_ROOM_BYTES = 60  # a block, generously: keys are 16
 RESTARTS = 3
+SCATTERED = 200
 
 
 def session_keys(number: int) -> KeyArray:
@@ -139,7 +141,12 @@ def show_times(report: Report, name: str, seconds: list[float]) -> None:
     report.add(f"{name}, p99 ms", float(np.percentile(ms, 99)), 5, at_most=True)
 
 
-def bare_lookups(endpoint: str, order: list[int]) -> list[float]:
+def scattered_keys(number: int) -> KeyArray:
+    """A chain such as no conversation makes: each of its turns lies in a session of its own."""
+    return np.concatenate([session_keys(number + i)[:TURN_BLOCKS] for i in range(TURNS)])
+
+
+def bare_lookups(endpoint: str, chains: Iterable[KeyArray]) -> list[float]:
     """Seconds of each call of a stub; leases are given back between."""
     with grpc.insecure_channel(endpoint, options=[("grpc.max_receive_message_length", 64 << 20)]) as channel:
         stub = store_pb2_grpc.StoreStub(channel)
@@ -147,9 +154,8 @@ def bare_lookups(endpoint: str, order: list[int]) -> list[float]:
         who: dict[str, Any] = {"client_id": me.client_id, "incarnation": me.incarnation}
         stub.OpenSpace(store_pb2.OpenSpaceRequest(**who, shards=1, fingerprint=SPEC.fingerprint, **MODEL))
         seconds = []
-        for number in order:
-            keys = session_keys(number).tobytes()
-            request = store_pb2.LookupRequest(**who, fingerprint=SPEC.fingerprint, keys=keys, pin=True)
+        for keys in chains:
+            request = store_pb2.LookupRequest(**who, fingerprint=SPEC.fingerprint, keys=keys.tobytes(), pin=True)
             begun_s = time.perf_counter()
             reply = stub.Lookup(request)
             seconds.append(time.perf_counter() - begun_s)
@@ -195,12 +201,15 @@ def main() -> None:
                     memory(node, idle_rss_bytes, report, thousands / 1000)
                     say("looking sessions up")
                     order = random.Random(0).choices(range(1, sessions + 1), k=args.lookups)
-                    show_times(report, "bare stub", bare_lookups(node.endpoint, order))
+                    show_times(report, "bare stub", bare_lookups(node.endpoint, map(session_keys, order)))
                     show_times(report, "client.lookup", client_lookups(node.endpoint, order))
                     count, seconds = node.status()["rpc_seconds"]["lookup"]
                     report.add(
                         "in the daemon, mean ms", seconds / count * 1e3, detail="a lookup without gRPC's own work"
                     )
+                    worst = map(scattered_keys, random.Random(1).choices(range(1, sessions - TURNS), k=SCATTERED))
+                    worst_ms = np.percentile(bare_lookups(node.endpoint, worst), 50) * 1e3
+                    report.add("bare stub, scattered, p50 ms", float(worst_ms), detail="each turn in another session")
             finally:
                 node.close(signal.SIGKILL)
     report.show(as_json=args.json)
