@@ -242,7 +242,9 @@ def checksum_figures() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, required=True, help="a directory on the disk to measure")
+    parser.add_argument(
+        "--dir", type=Path, default=Path.cwd(), help="a directory on the disk to measure (default: the working one)"
+    )
     parser.add_argument("--size-mib", type=int, default=2048, help="size of the file")
     parser.add_argument("--half-mib", type=int, default=32, help="one window half")
     parser.add_argument("--threads", type=int, default=THREADS)
