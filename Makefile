@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { command -v $$p; break; }; done)
 PROTOS := flatcake_proto/v1/store.proto flatcake_proto/v1/admin.proto
+# tests/engines/NAME holds the tests and pins of each.
+ENGINES := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/engines/*/requirements.txt))))
 TYPED := flatcake_server flatcake_client transport/flatcake_transport bench
 # importlib: test files of different rooms may have the same name.
 PYTEST := python -m pytest -q
@@ -46,6 +48,22 @@ test: $(VENV)/.stamp  ## all tests that this machine can run; what it cannot is 
 gpu: $(VENV)/.stamp-gpu  ## the tests that need a CUDA device
 	$(PYTEST) -m gpu tests/gpu $(ARGS)
 
+# Each engine, and each peer that bench/ compares with, has an environment of its own: what they pin does not go together.
+# requirements.txt pins the engine; the library itself comes from this tree.
+.venv-%/.stamp: tests/engines/%/requirements.txt pyproject.toml
+	@test -x .venv-$*/bin/pip || "$(PYTHON)" -m venv .venv-$* >/dev/null 2>&1 || { rm -rf .venv-$* \
+	  && "$(PYTHON)" -m pip install --quiet --target build/virtualenv virtualenv \
+	  && PYTHONPATH=build/virtualenv "$(PYTHON)" -m virtualenv --quiet .venv-$*; } \
+	  || { echo "make: cannot make .venv-$*: install python3-venv" >&2; exit 1; }
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $< --editable .
+	@touch $@
+.PRECIOUS: .venv-%/.stamp
+
+test-engines: $(addprefix test-,$(ENGINES))  ## the connectors inside the real engines, each in its own environment
+
+test-%: .venv-%/.stamp
+	PATH="$(CURDIR)/.venv-$*/bin:$$PATH" .venv-$*/bin/python -m pytest -q tests/engines/$* $(ARGS)
+
 soak: $(VENV)/.stamp  ## the stateful and fault tests, many times as long
 	$(PYTEST) --hypothesis-profile=soak --timeout=3600 tests/property tests/fault $(ARGS)
 
@@ -79,4 +97,4 @@ deploy/flatcake.toml: $(VENV)/.stamp flatcake_server/config.py flatcake_server/c
 clean:  ## all that these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help venv demo test gpu soak bench check proto proto-check clean
+.PHONY: help venv demo test test-engines gpu soak bench check proto proto-check clean

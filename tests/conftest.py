@@ -15,6 +15,10 @@ settings.register_profile("soak", deadline=None, max_examples=5000, stateful_ste
 settings.load_profile("default")
 
 
+# They need the environment of their engine: `make test-engines`.
+collect_ignore = ["engines"]
+
+
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     """A running node on the test's own directory; the law is checked when the test is over."""
