@@ -49,13 +49,16 @@ gpu: $(VENV)/.stamp-gpu  ## the tests that need a CUDA device
 	$(PYTEST) -m gpu tests/gpu $(ARGS)
 
 # Each engine, and each peer that bench/ compares with, has an environment of its own: what they pin does not go together.
-# requirements.txt pins the engine; the library itself comes from this tree.
-.venv-%/.stamp: tests/engines/%/requirements.txt pyproject.toml
+# requirements.txt pins the engine; the library itself comes from this tree. no-deps.txt, where there is one, names what is
+# installed without its dependencies: engines for CPU whose own lists would bring CUDA.
+.SECONDEXPANSION:
+.venv-%/.stamp: tests/engines/%/requirements.txt $$(wildcard tests/engines/%/no-deps.txt) pyproject.toml
 	@test -x .venv-$*/bin/pip || "$(PYTHON)" -m venv .venv-$* >/dev/null 2>&1 || { rm -rf .venv-$* \
 	  && "$(PYTHON)" -m pip install --quiet --target build/virtualenv virtualenv \
 	  && PYTHONPATH=build/virtualenv "$(PYTHON)" -m virtualenv --quiet .venv-$*; } \
 	  || { echo "make: cannot make .venv-$*: install python3-venv" >&2; exit 1; }
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $< --editable .
+	@test ! -f $(<D)/no-deps.txt || .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(<D)/no-deps.txt
 	@touch $@
 .PRECIOUS: .venv-%/.stamp
 
