@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from layouts import LAYOUTS, fill, layout_pages, numpy_zeros, torch_zeros
 
 from flatcake_client.records import Run
 from flatcake_transport.address import Address, Medium
@@ -127,20 +128,24 @@ class Chain:
             file.write(bytes([byte[0] ^ 0xFF]))
 
 
+PAGES = ("plain", "strided", "torch", *LAYOUTS, *(f"torch {name}" for name in LAYOUTS))
+
+
 def paged(kind: str, slots: int, plane_bytes: int, rng: np.random.Generator) -> tuple[Any, np.ndarray]:
-    """Pages of some layout filled with noise, and their bytes as (slots, plane_bytes), a copy."""
+    """Pages of some layout (one of PAGES) filled with noise, and their bytes as (slots, plane_bytes), a copy."""
     noise = rng.integers(0, 256, (slots, plane_bytes), np.uint8)
     if kind == "strided":
         wide = np.zeros((slots, 2, plane_bytes), np.uint8)
         wide[:, 1] = noise
         return wide[:, 1], noise.copy()
-    if kind == "torch":
+    if kind.removeprefix("torch ") in LAYOUTS:
+        zeros = torch_zeros if kind.startswith("torch ") else numpy_zeros
+        pages = layout_pages(kind.removeprefix("torch "), slots, plane_bytes, zeros)
+        if pages is not None:
+            fill(pages, range(slots), noise)
+            return pages, noise
+    if kind.startswith("torch"):
         import torch
 
         return torch.from_numpy(noise.copy()), noise.copy()
     return noise.copy(), noise.copy()
-
-
-def bytes_of(pages: Any) -> np.ndarray:
-    array = pages if isinstance(pages, np.ndarray) else pages.numpy()
-    return np.ascontiguousarray(array)

@@ -12,7 +12,8 @@ import pytest
 from hits import FakeHit, Movers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from images import Chain, bytes_of, paged
+from images import PAGES, Chain, paged
+from layouts import bytes_of
 
 from flatcake_client.records import Run
 from flatcake_client.restore import Restore
@@ -76,7 +77,7 @@ def test_restore_is_a_copy(drawn, data: st.DataObject) -> None:
             first = data.draw(st.integers(0, hit.blocks), "first")
             count = data.draw(st.integers(0, hit.blocks + 2), "slots")
             slots = rng.permutation(hit.blocks + 5)[:count]
-            kinds = data.draw(st.lists(st.sampled_from(["plain", "strided", "torch"]), min_size=3, max_size=3), "kinds")
+            kinds = data.draw(st.lists(st.sampled_from(PAGES), min_size=3, max_size=3), "kinds")
             filled = [paged(kinds[i], hit.blocks + 5, size, rng) for i, size in enumerate(spec.plane_bytes)]
             pages, before = [pair[0] for pair in filled], [pair[1] for pair in filled]
             extra = data.draw(st.sampled_from([0, 4096, 1 << 20]), "extra half bytes")

@@ -9,7 +9,8 @@ import numpy as np
 from homes import FakeHome, padding_is_zero
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from images import granule_sums, paged, plane_starts
+from images import PAGES, granule_sums, paged, plane_starts
+from layouts import fill
 
 from flatcake_client.writer import Turn, WriteTools
 from flatcake_transport.layout import align_up, segment_layout
@@ -47,10 +48,10 @@ def test_a_turn_writes_its_segments(data: st.DataObject) -> None:
                 turn = Turn(home, grant, spec, shard, lambda _: tools, checksums=True, timeout_s=10.0)
                 assert turn.blocks == blocks
                 for layer in data.draw(st.permutations(range(layers)), "order"):
-                    kind = data.draw(st.sampled_from(["plain", "strided", "torch"]), "pages")
+                    kind = data.draw(st.sampled_from(PAGES), "pages")
                     pages, _ = paged(kind, len(blocks) + 3, sizes[layer], rng)
                     slots = rng.permutation(len(blocks) + 3)[: len(blocks)]
-                    pages[slots] = to_pages(kind, kv[shard * layers + layer])
+                    fill(pages, slots, kv[shard * layers + layer])
                     turn.write_layer(layer, pages, slots)
                     pages[slots] = 0  # the source is the caller's again
                 assert turn.commit()
@@ -70,11 +71,3 @@ def test_a_turn_writes_its_segments(data: st.DataObject) -> None:
     finally:
         tools.files.close()
         tools.memory.close()
-
-
-def to_pages(kind: str, blocks: np.ndarray):
-    if kind == "torch":
-        import torch
-
-        return torch.from_numpy(blocks)
-    return blocks

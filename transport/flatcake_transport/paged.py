@@ -175,21 +175,23 @@ def _checked_copy(span: PagedSpan, data: Any) -> HostCopy:
 
 
 def _tensor_rows(pages: torch.Tensor, data_offset: int) -> torch.Tensor:
-    """Pages as integers: the widest that sizes and offsets allow when a slot is contiguous, else that of the items."""
+    """`byte_rows` of a tensor: (slots, strided parts.., contiguous words), a view, words as wide as offsets allow, too."""
     import torch
 
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     size = pages.dtype.itemsize
     if size not in kinds:
         raise ValueError(f"pages of {pages.dtype} are not taken: items of 1, 2, 4 or 8 bytes expected")
-    rows = pages.detach().view(kinds[size])
-    if not rows[:1].is_contiguous():
-        return rows
-    rows = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
-    if rows.stride(1) != 1:
-        return rows  # one item a slot, with any stride: nothing to widen
-    sizes = (rows.shape[1] * size, rows.stride(0) * size, rows.storage_offset() * size, data_offset)
-    return rows.view(kinds[next(w for w in _WORDS if w == 1 or all(n % w == 0 for n in sizes))])
+    items = pages.detach().view(kinds[size])
+    shape, strides = list(items.shape[1:]), list(items.stride()[1:])
+    chunk = 1
+    while shape and (strides[-1] == chunk or shape[-1] == 1):
+        chunk *= shape.pop()
+        strides.pop()
+    steps = (items.stride(0), *strides)
+    rows = items.as_strided((len(items), *shape, chunk), (*steps, 1), items.storage_offset())
+    offsets = (data_offset, *(n * size for n in (chunk, items.storage_offset(), *steps)))
+    return rows.view(kinds[next(w for w in _WORDS if w == size or all(n % w == 0 for n in offsets))])
 
 
 def _aligned(data: torch.Tensor, rows: torch.Tensor) -> bool:
