@@ -11,8 +11,8 @@ Every system gets the same `Budget` and the same requests, and its bytes are che
 
 A block is `Budget.block_tokens` tokens; its key, 16 bytes, names the whole prefix up to and with it, so equal keys mean equal
 bytes. Pages are one C-contiguous array (slots, planes, plane bytes) of uint8: block i of a call is `pages[slots[i]]`, all of its
-planes one after the other; plane p alone is `pages[:, p]`. They are ordinary memory that was touched before, and
-`pages.ctypes.data` never changes in a run, so a system may register it once (`Budget.pages`).
+planes one after the other; plane p alone is `pages[:, p]`. There is one such array in a run (`Budget.pages`), ordinary memory that
+was touched before: a system may register it once.
 
 An adapter is a Python file with
 
@@ -55,7 +55,7 @@ class Budget:
         block_tokens: tokens a block.
         plane_bytes: bytes of a block in one layer; all layers are alike.
         planes: layers.
-        pages: the engine's memory: every array that restores go to and stores come from. To register, not to keep.
+        pages: the engine's memory, where restores go to and stores come from. To register; the harness keeps it alive.
     """
 
     memory_bytes: int
@@ -64,7 +64,7 @@ class Budget:
     block_tokens: int
     plane_bytes: int
     planes: int
-    pages: tuple[Pages, ...] = ()
+    pages: Pages
 
     @property
     def block_bytes(self) -> int:
@@ -165,12 +165,13 @@ class System(Protocol):
         ...
 
     def store(self, asked: Asked, first_block: int, pages: Pages, slots: Slots, timeout_s: float) -> int:
-        """Keep blocks `first_block .. len(asked.keys)` of the request; block `first_block + i` is `pages[slots[i]]`.
+        """Keep the request's blocks from `first_block` on: they were computed. Block i is `pages[slots[i]]`, from i = 0.
 
-        Blocks that are stored already may be among them. When this returns, nothing is read from `pages` any more.
+        The blocks before were delivered, so they are stored, or were until a moment ago; they are in `pages`, too. Others may
+        have stored some of the new ones meanwhile. When this returns, nothing is read from `pages` any more.
 
         Returns:
-            Blocks of these that are kept as far as the system says: stored now or before.
+            How many of `first_block .. len(asked.keys)` are kept as far as the system says: stored now or before.
         """
         ...
 
