@@ -35,7 +35,7 @@ from flatcake_transport.mover import Checks, FileSpan, MemorySpan, Move, Mover, 
 from flatcake_transport.paged import check_span, on_device
 from flatcake_transport.plan import WriteStep, plan_writes
 from flatcake_transport.space import SpaceSpec
-from flatcake_transport.window import OpenFile, StagingPool
+from flatcake_transport.window import OpenFile, StagingPool, Window
 
 ABORT_TIMEOUT_S: Final = 1.0
 
@@ -269,43 +269,41 @@ class Turn:
             raise Unavailable(f"the daemon handed over no descriptor of file {part.file_id}")
         steps = plan_writes(layout, plane, window_half_bytes=tools.staging.half_bytes)
         plane_bytes = int(layout.plane_bytes[plane])
-        try:
-            window = tools.staging.open_window(deadline_s - self._now_s())
-        except Overloaded as error:
-            raise Unavailable(f"writes yielded to other traffic: {error}") from error
-        moving: list[Transfer | None] = [None, None]
+        window: Window | None = None
+        moving: list[Transfer] = []
         sums: list[NDArray[np.uint64]] = []
         try:
             for number, step in enumerate(steps):
+                if number % 2 == 0:  # a window more, not this one again: the disk never waits for the next gather
+                    if window is not None:
+                        window.close(moving)
+                    window, moving = self._open_window(tools.staging, deadline_s), []
+                assert window is not None
                 half = window.halves[number % 2]
-                self._await(moving[number % 2], deadline_s)
                 gathered = half[step.gather_offset : step.gather_offset + step.blocks * plane_bytes]
                 span = PagedSpan(source, slots[step.first_block : step.first_block + step.blocks], plane_bytes)
                 unchecked_blocks = (step.checked_offset - step.gather_offset) // plane_bytes
                 sums.append(_gather(tools.memory, span, gathered, unchecked_blocks, step.granule_bytes, algorithm))
                 aligned = half[step.source_offset : step.source_offset + step.size_bytes]
                 aligned[step.size_bytes - step.zero_bytes :] = 0
-                moving[number % 2] = self._submit(tools.files, file, part, step, aligned)
+                moving.append(self._submit(tools.files, file, part, step, aligned))
         finally:
-            window.close([transfer for transfer in moving if transfer is not None])
+            if window is not None:
+                window.close(moving)
         return np.concatenate(sums)
+
+    def _open_window(self, staging: StagingPool, deadline_s: float) -> Window:
+        """A window whose writes have landed. Raises: Unavailable: other writes had them all until the deadline."""
+        try:
+            return staging.open_window(deadline_s - self._now_s())
+        except Overloaded as error:
+            raise Unavailable(f"writes yielded to other traffic: {error}") from error
 
     def _submit(self, files: Mover, file: OpenFile, part: Part, step: WriteStep, data: Any) -> Transfer:
         target = FileSpan(file.fd, part.file_offset + step.offset, step.size_bytes, file.direct)
         transfer = files.submit([Move(MemorySpan(data), target)])
         self.transfers.append(transfer)
         return transfer
-
-    def _await(self, transfer: Transfer | None, deadline_s: float) -> None:
-        if transfer is None:
-            return
-        try:
-            transfer.wait(max(0.0, deadline_s - self._now_s()))
-        except TimeoutError as error:
-            raise Unavailable("a write did not land in time") from error
-        except Unavailable:
-            self._torn = True
-            raise
 
 
 def _gather(
