@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flatcake_transport.errors import Overloaded
+from flatcake_transport.errors import FlatCakeError, Overloaded
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, Transfer
 from flatcake_transport.plan import Step
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the constant is not in every Python's mmap
-_LINGER_POLL_S: Final = 0.01  # how often a waiter looks whether an abandoned transfer has come to rest
+_LINGER_POLL_S: Final = 0.01  # how long a waiter watches one transfer before it looks at all windows again
 
 
 def aligned_buffer(size_bytes: int) -> NDArray[np.uint8]:
@@ -147,7 +147,10 @@ class StagingPool:
                         raise Overloaded(f"no staging window was free within {timeout_s:g} s")
                     if not waited:
                         waited, self._waits = True, self._waits + 1
-                    self._changed.wait(min(left, _LINGER_POLL_S) if self._lingering else left)
+                    if self._lingering:
+                        self._await_oldest(min(left, _LINGER_POLL_S))
+                    else:
+                        self._changed.wait(left)
                 self._out += 1
                 halves = self._free.pop() if self._free else None
                 if halves is None:
@@ -156,6 +159,18 @@ class StagingPool:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
         return Window(self, halves if halves is not None else self._make())
+
+    def _await_oldest(self, timeout_s: float) -> None:
+        """Wait, without the lock, until the window given back first has come to rest; a free one is looked for after."""
+        transfer = next((t for t in self._lingering[0][1] if not t.done()), None)
+        if transfer is None:
+            return
+        self._changed.release()
+        try:
+            with contextlib.suppress(TimeoutError, FlatCakeError):  # who submitted it is told
+                transfer.wait(timeout_s)
+        finally:
+            self._changed.acquire()
 
     def _ready(self) -> bool:
         """Whether a window exists or may be made; reclaims those whose transfers have come to rest meanwhile."""
