@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the constant is not in every Python's mmap
 _LINGER_POLL_S: Final = 0.01  # how long a waiter watches one transfer before it looks at all windows again
+_LOOK_S: Final = 0.1  # how long one waits for a word; a lost window gives none
 
 
 def aligned_buffer(size_bytes: int) -> NDArray[np.uint8]:
@@ -147,10 +148,10 @@ class StagingPool:
                         raise Overloaded(f"no staging window was free within {timeout_s:g} s")
                     if not waited:
                         waited, self._waits = True, self._waits + 1
-                    if self._lingering:
+                    if self._lingering and self._waiting[0] is ticket:
                         self._await_oldest(min(left, _LINGER_POLL_S))
                     else:
-                        self._changed.wait(left)
+                        self._changed.wait(min(left, _LOOK_S))
                 self._out += 1
                 halves = self._free.pop() if self._free else None
                 if halves is None:
@@ -161,7 +162,10 @@ class StagingPool:
         return Window(self, halves if halves is not None else self._make())
 
     def _await_oldest(self, timeout_s: float) -> None:
-        """Wait, without the lock, until the window given back first has come to rest; a free one is looked for after."""
+        """Wait, without the lock, until the window given back first has come to rest; a free one is looked for after.
+
+        Only for who is next: nobody else takes what has come to rest, and would find it resting for ever, lock in hand.
+        """
         transfer = next((t for t in self._lingering[0][1] if not t.done()), None)
         if transfer is None:
             return
@@ -176,12 +180,14 @@ class StagingPool:
         """Whether a window exists or may be made; reclaims those whose transfers have come to rest meanwhile."""
         while self._lost:
             self._lingering.append(self._lost.popleft())
-        resting = [halves for halves, transfers in self._lingering if all(t.done() for t in transfers)]
-        if resting:
-            self._lingering = [entry for entry in self._lingering if not all(t.done() for t in entry[1])]
-            for halves in resting:
+        moving = []
+        for halves, transfers in self._lingering:  # each is asked once: one that lands meanwhile is seen next time
+            if all(t.done() for t in transfers):
                 self._free.append(halves)
                 self._out -= 1
+            else:
+                moving.append((halves, transfers))
+        self._lingering = moving
         return bool(self._free) or self._made < self._windows_max
 
     def _make(self) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import until
 
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.mover import FileSpan
@@ -162,6 +163,65 @@ def test_a_waiter_notices_a_transfer_that_comes_to_rest() -> None:
     waiter.start()
     flying.landed = True
     waiter.join(30)
+    assert len(got) == 1
+
+
+class Blocking:
+    """A transfer that lands when the test says so, and lets who waits for it sleep until then."""
+
+    def __init__(self) -> None:
+        self._landed = threading.Event()
+        self.land = self._landed.set
+        self.done = self._landed.is_set
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self._landed.wait(timeout_s):
+            raise TimeoutError
+
+
+def test_all_who_wait_behind_a_transfer_are_served_when_it_lands() -> None:
+    for _ in range(20):  # whether the second in line or the first looks first is chance
+        pool = StagingPool(2 * PAGE, PAGE)
+        flying = Blocking()
+        pool.open_window(0).close([flying])
+        served = []
+
+        def ask(pool: StagingPool = pool, served: list = served) -> None:
+            with pool.open_window(20):
+                served.append(None)
+
+        waiters = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+        for waiter in waiters:
+            waiter.start()
+        until(lambda pool=pool: pool.stats().waits == 3)
+        flying.land()
+        for waiter in waiters:
+            waiter.join(5)
+        assert len(served) == 3
+
+
+def test_a_transfer_that_lands_while_it_is_asked_loses_no_window() -> None:
+    answers = iter([False, False])  # when it is given back, and at the first look
+    first, second = Landing([]), Landing([])
+    second.done = lambda: next(answers, True)
+    pool = StagingPool(4 * PAGE, PAGE)
+    windows = pool.open_window(0), pool.open_window(0)
+    windows[0].close([first])
+    windows[1].close([second])
+    first.landed = True
+    with pool.open_window(1), pool.open_window(1):
+        assert (pool.stats().windows_out, pool.stats().windows_lingering) == (2, 0)
+
+
+def test_who_waits_gets_a_window_that_was_lost_meanwhile() -> None:
+    pool = StagingPool(2 * PAGE, PAGE)
+    window = pool.open_window(0)
+    got = []
+    waiter = threading.Thread(target=lambda: got.append(pool.open_window(30)), daemon=True)
+    waiter.start()
+    until(lambda: pool.stats().waits == 1)
+    window.lose([])
+    waiter.join(20)
     assert len(got) == 1
 
 
