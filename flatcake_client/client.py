@@ -35,6 +35,7 @@ from flatcake_client.writer import Turn
 from flatcake_transport.endpoint import default_endpoint
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.mover import MoverStats
+from flatcake_transport.plan import GAP_BYTES_MAX
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import StagingStats
 
@@ -323,6 +324,8 @@ def connect(
     transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
     window_half_bytes: int = WINDOW_HALF_BYTES,
     staging_bytes: int = STAGING_BYTES,
+    gap_bytes_max: int = GAP_BYTES_MAX,
+    halves: int = 2,
 ) -> Client:
     """A client of the daemon on this node. Returns at once, whether the daemon is there or not: until it is, all is a miss.
 
@@ -333,12 +336,15 @@ def connect(
         transfer_timeout_s: of restores, and of each call that writes, where a call gives no other.
         window_half_bytes: reads are issued this much at a time, two at once.
         staging_bytes: bound on host memory for reads and writes of files; made when needed.
+        gap_bytes_max: read along between two ranges rather than begin another read; -1: a read for every block and layer.
+            Defaults fit; others are for measuring what merging brings (`flatcake replay --ablation no-merge`).
+        halves: 1: read nothing while what was read is scattered. For measuring, too.
 
     Raises:
         ValueError: an endpoint that names nothing, sizes that hold no window.
     """
     program = Path(sys.argv[0] if sys.argv else "").name or "python"
-    tools = Tools(window_half_bytes, staging_bytes)
+    tools = Tools(window_half_bytes, staging_bytes, gap_bytes_max=gap_bytes_max, halves=halves)
     return Client(
         endpoint or default_endpoint(os.environ, os.getuid()),
         name or f"{program}[{os.getpid()}]",

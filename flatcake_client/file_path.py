@@ -20,7 +20,7 @@ from flatcake_client.verify import Verifier
 from flatcake_transport.errors import Corrupt, FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.layout import ALIGN_BYTES, align_up
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, MoverStats, Region, Transfer
-from flatcake_transport.plan import FileRun, Piece, Step, plan_restore
+from flatcake_transport.plan import FileRun, Piece, Step, one_by_one, plan_restore
 from flatcake_transport.window import OpenFile, ReadStream, StagingPool, Window, aligned_buffer
 
 RETRIES_MAX: Final = 2  # of reads that fail together and succeed one by one
@@ -68,6 +68,7 @@ class FilePath:
         late: Callable[[], bool],
         *,
         gap_bytes_max: int,
+        halves: int = 2,
     ) -> None:
         self._runs = list(runs)
         self._target = target
@@ -81,6 +82,7 @@ class FilePath:
         self._verifier = verifier
         self._late = late
         self._gap_bytes_max = gap_bytes_max
+        self._halves = halves
         self._stream: ReadStream | None = None
         self._planned: deque[Step] = deque()
         self._base = 0  # layer that the stream's layer 0 is
@@ -169,6 +171,8 @@ class FilePath:
             )
             for placed in self._runs
         ]
+        if self._gap_bytes_max < 0 and self._verifier is None:
+            wanted = [block for run in wanted for block in one_by_one(run)]
         self._base = self.layers_done
         steps = plan_restore(
             wanted,
@@ -177,7 +181,7 @@ class FilePath:
             gap_bytes_max=self._gap_bytes_max,
             whole_granules=self._verifier is not None,
         )
-        return ReadStream(self._remembered(steps), self._files, self._mover, window)
+        return ReadStream(self._remembered(steps), self._files, self._mover, window, halves=self._halves)
 
     def _remembered(self, steps: Iterator[Step]) -> Iterator[Step]:
         for step in steps:

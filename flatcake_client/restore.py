@@ -70,6 +70,7 @@ class ReadTools:
     memory: Mover
     staging: StagingPool
     gap_bytes_max: int = GAP_BYTES_MAX
+    halves: int = 2
     job_bytes: int = JOB_BYTES
 
 
@@ -138,7 +139,7 @@ class Restore:
         )  # fmt: skip
         self._files = FilePath(
             on_files, aim, self._progress, hit.lease, tools.files, tools.memory, tools.staging, hit.files, verifier,
-            late, gap_bytes_max=tools.gap_bytes_max,
+            late, gap_bytes_max=tools.gap_bytes_max, halves=tools.halves,
         )  # fmt: skip
         self._closed = False
 

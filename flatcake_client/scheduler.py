@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from flatcake_transport.errors import Overloaded, Unavailable
 
@@ -58,6 +58,17 @@ class _Waiting:
     arrival_s: float
     number: int  # of arrival: decides between equal times
     ssd_bytes: int
+
+
+class Queues(Protocol[RequestId]):
+    """Decisions that a `Scheduler` carries out: `TwoQueues`, or another order to compare it with."""
+
+    def arrive(self, request: RequestId, arrival_s: float, ssd_bytes: int) -> None: ...
+    def start_prefetches(self, now_s: float) -> list[RequestId]: ...
+    def prefetched(self, request: RequestId) -> None: ...
+    def take_ready(self) -> RequestId | None: ...
+    def cancel(self, request: RequestId) -> None: ...
+    def stats(self) -> SchedulerStats: ...
 
 
 def priority(wait_s: float, ssd_bytes: int) -> float:
@@ -167,8 +178,10 @@ class Scheduler(Generic[RequestId]):
         waiting_max: int = WAITING_MAX,
         *,
         now_s: Callable[[], float] = time.monotonic,
+        queues: Queues[RequestId] | None = None,
     ) -> None:
-        self._queues: TwoQueues[RequestId] = TwoQueues(prefetches_max, waiting_max)
+        """`queues`: decisions of the caller's, with the same `prefetches_max`, in place of `TwoQueues`."""
+        self._queues: Queues[RequestId] = queues or TwoQueues(prefetches_max, waiting_max)
         self._now_s = now_s
         self._changed = threading.Condition()
         self._work: dict[RequestId, Callable[[], object]] = {}

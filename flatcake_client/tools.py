@@ -29,7 +29,7 @@ from flatcake_transport.layout import ALIGN_BYTES, align_up, segment_layout
 from flatcake_transport.mover import Mover, MoverStats, Region
 from flatcake_transport.movers import mover_for
 from flatcake_transport.movers.posix import PosixMover
-from flatcake_transport.plan import window_half_bytes_min
+from flatcake_transport.plan import GAP_BYTES_MAX, window_half_bytes_min
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import StagingPool, StagingStats, aligned_buffer, device_buffer
 
@@ -47,8 +47,16 @@ DEVICE_STAGING_BYTES: Final = 256 << 20  # four windows: the engine's KV wants t
 class Tools:
     """Thread-safe."""
 
-    def __init__(self, window_half_bytes: int, staging_bytes: int) -> None:
-        """Raises: ValueError: sizes below a page, or staging that holds no window for reads and one for writes."""
+    def __init__(
+        self, window_half_bytes: int, staging_bytes: int, *, gap_bytes_max: int = GAP_BYTES_MAX, halves: int = 2
+    ) -> None:
+        """`gap_bytes_max`, `halves`: as `connect`.
+
+        Raises: ValueError: sizes below a page, or staging that holds no window for reads and one for writes.
+        """
+        if halves not in (1, 2) or gap_bytes_max < -1:
+            raise ValueError(f"halves is {halves} and gap_bytes_max {gap_bytes_max}: expected 1 or 2, and -1 or more")
+        self._gap_bytes_max, self._halves = gap_bytes_max, halves
         self._lock = threading.RLock()
         self._staging_bytes = staging_bytes
         self._memory: Mover | None = None
@@ -77,8 +85,11 @@ class Tools:
         with self._lock:
             direct = None if device == "cpu" or verify else self._direct_to(device)
             if direct is not None:
-                return ReadTools(direct[0], self._memory_mover(), direct[1])
-            return ReadTools(self._file_mover(), self._memory_mover(), self._reading)
+                return self._read_tools(direct[0], direct[1])
+            return self._read_tools(self._file_mover(), self._reading)
+
+    def _read_tools(self, files: Mover, staging: StagingPool) -> ReadTools:
+        return ReadTools(files, self._memory_mover(), staging, gap_bytes_max=self._gap_bytes_max, halves=self._halves)
 
     def _direct_to(self, device: str) -> tuple[Mover, StagingPool] | None:
         half_bytes = self._reading.half_bytes

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from flatcake_transport.layout import ALIGN_BYTES, SegmentLayout, align_up
@@ -129,6 +129,13 @@ class FileRun:
     first_block: int
     blocks: int
     position: int
+
+
+def one_by_one(run: FileRun) -> list[FileRun]:
+    """The run's blocks, each a run of its own. With `gap_bytes_max` -1 each is then a read of its own: what FC-CIO saves."""
+    return [
+        replace(run, first_block=run.first_block + i, blocks=1, position=run.position + i) for i in range(run.blocks)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,13 +237,22 @@ class ReadStream:
     gives no further step.
     """
 
-    def __init__(self, steps: Iterator[Step], files: Mapping[int, OpenFile], mover: Mover, window: Window) -> None:
+    def __init__(
+        self,
+        steps: Iterator[Step],
+        files: Mapping[int, OpenFile],
+        mover: Mover,
+        window: Window,
+        *,
+        halves: int = 2,
+    ) -> None:
+        """`halves`: 1 reads nothing while the caller scatters, to measure what the second one brings."""
         self._steps = steps
         self._files = files
         self._mover = mover
         self._window = window
         self._flying: deque[tuple[Step, int, Transfer]] = deque()
-        self._idle: deque[int] = deque((0, 1))
+        self._idle: deque[int] = deque(range(halves))
         self._held: int | None = None  # the half the caller is looking at
         self.reads = 0
         self.bytes_read = 0
