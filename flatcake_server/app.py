@@ -42,11 +42,11 @@ from flatcake_server.rpc import AdminService, Identity, RpcServer, StoreService,
 from flatcake_server.session import PathInUse
 from flatcake_server.sizing import SizingPolicy
 from flatcake_server.store import Bounds, Store
-from flatcake_server.units import Listen, parse_listen
 from flatcake_server.views import Reports
 from flatcake_server.web import start_web, web_app
 from flatcake_transport.address import OFFSET_LIMIT, Medium
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
+from flatcake_transport.units import Listen, parse_listen
 
 log = logging.getLogger(__name__)
 

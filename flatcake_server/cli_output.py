@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flatcake_server.config import find_config, load_config
-from flatcake_server.units import approximate_size
 from flatcake_transport.endpoint import ENDPOINT_VARIABLE, default_endpoint
+from flatcake_transport.units import approximate_size
 
 # Exit codes of every command.
 EXIT_FOUND: Final = 1  # the answer is no: the law is broken, the demo differs, a session was not dropped

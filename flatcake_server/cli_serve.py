@@ -20,7 +20,7 @@ import typer
 from pydantic import BeforeValidator
 
 from flatcake_server.config import NodeConfig, check_ssd_paths, find_config, load_config
-from flatcake_server.units import format_duration, format_size, parse_duration, parse_size
+from flatcake_transport.units import format_duration, format_size, parse_duration, parse_size
 
 _TEXT_COLUMNS = 100
 _HEADER = """\

@@ -21,9 +21,10 @@ from flatcake_server.traffic.simulate import Rates
 from flatcake_server.traffic.spans import Traffic, gather
 from flatcake_server.traffic.tune import Recommendation
 from flatcake_server.traffic.tune import tune as recommend
-from flatcake_server.units import approximate_size, parse_duration, parse_size
+from flatcake_transport.page import require, write_page
 from flatcake_transport.profiles import PROFILES, generate
 from flatcake_transport.trace import Request, read_trace, write_trace
+from flatcake_transport.units import approximate_size, parse_duration, parse_size
 
 Step = Callable[[int, int], None]  # (done, total); total 0: not known
 _STEP_REQUESTS: Final = 512
@@ -86,9 +87,7 @@ def analyze(
     document = report(name, traffic, reuse, bytes_per_token=token_bytes, memory_bytes=parse_size(memory_bytes))
     tables = _analysis_tables(document)
     if plots and plot:
-        plots.write_page(
-            plot, f"Traffic of {name}", document["advice"]["summary"], plots.analysis_plots(document), tables
-        )
+        write_page(plot, f"Traffic of {name}", document["advice"]["summary"], plots.analysis_plots(document), tables)
     if json:
         print_json(document)
         return
@@ -143,7 +142,7 @@ def tune(
     tables = _tuning_tables(found)
     if plots and plot:
         figures = plots.tuning_plots(found.curves, asdict(found))
-        plots.write_page(plot, f"Settings for {name}", " ".join(found.reasons[:1]), figures, tables, found.toml())
+        write_page(plot, f"Settings for {name}", " ".join(found.reasons[:1]), figures, tables, found.toml())
     if json:
         print_json({"trace": name, "bytes_per_token": token_bytes} | asdict(found) | {"toml": found.toml()})
         return
@@ -206,7 +205,7 @@ def _plots(folder: Path | None) -> Any:
         return None
     from flatcake_server.traffic import plots
 
-    plots.require()  # before the long work, not after it
+    require()  # before the long work, not after it
     return plots
 
 

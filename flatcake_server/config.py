@@ -24,10 +24,10 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from flatcake_server.units import approximate_size, format_size, parse_duration, parse_listen, parse_size
 from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
 from flatcake_transport.endpoint import socket_candidates
 from flatcake_transport.layout import ALIGN_BYTES, GRANULE_BYTES_MIN
+from flatcake_transport.units import approximate_size, format_size, parse_duration, parse_listen, parse_size
 
 ENVIRONMENT_PREFIX: Final = "FLATCAKE_"
 SYSTEM_CONFIG: Final = Path("/etc/flatcake/flatcake.toml")

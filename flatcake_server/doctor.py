@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from flatcake_server.units import approximate_size
 from flatcake_transport.layout import ALIGN_BYTES
+from flatcake_transport.units import approximate_size
 
 State = Literal["yes", "no", "fails"]
 

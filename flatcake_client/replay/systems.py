@@ -121,7 +121,7 @@ class FlatCakeSystem:
                 session=session,
                 context_tokens=asked.input_tokens,
                 previous_reply_tokens=asked.previous_reply_tokens,
-                share_counts=None if self._ablation == "memory-off" else asked.share_counts[:end],
+                share_counts=None if self._ablation == "memory-off" else asked.share_counts[:end].tolist(),
                 turn=asked.turn,
                 timeout_s=timeout_s,
             ) as turn:

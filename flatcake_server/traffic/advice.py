@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from flatcake_server.units import approximate_size
+from flatcake_transport.units import approximate_size
 
 # Four reads of five served by memory: the SSD then sees so few that their layout hardly matters.
 FILTERED_SHARE_MIN: Final = 0.8

@@ -18,7 +18,7 @@ from typing import Any, Final
 from flatcake_server.placement import Policy
 from flatcake_server.traffic.simulate import Node, Outcome, Rates, share_counts, simulate
 from flatcake_server.traffic.spans import Traffic
-from flatcake_server.units import approximate_size, format_size
+from flatcake_transport.units import approximate_size, format_size
 
 CONTEXT_TOKENS: Final = tuple(1024 << n for n in range(1, 9))  # 2K to 256K
 REPLY_TOKENS: Final = (64, 128, 256, 512, 1024, 2048, 4096)

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from flatcake_server.metrics import CONTENT_TYPE, exposition
 from flatcake_server.stats import StoreStats
-from flatcake_server.units import Listen
+from flatcake_transport.units import Listen
 
 _POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"

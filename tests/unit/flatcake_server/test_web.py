@@ -10,8 +10,8 @@ from urllib.request import Request, urlopen
 import pytest
 from some_stats import some_stats
 
-from flatcake_server.units import Listen
 from flatcake_server.web import start_web, web_app
+from flatcake_transport.units import Listen
 
 
 def ask(listen: Listen, path: str, method: str = "GET") -> tuple[int, dict[str, str], str]:

@@ -15,6 +15,7 @@ from flatcake_server.traffic.advice import Facts, advise
 from flatcake_server.traffic.report import distribution, report, weighted_quantiles
 from flatcake_server.traffic.reuse import analyse
 from flatcake_server.traffic.spans import gather
+from flatcake_transport import page
 
 # A session of 2, 3 and 4 blocks, and another that shares the first; blocks of 16 tokens.
 REQUESTS = [
@@ -136,7 +137,7 @@ def test_the_advice_says_its_numbers():
 def test_a_page_needs_no_other_file(document, tmp_path):
     figures = plots.analysis_plots(document)
     rows = [("a", "b"), ("<script>", "2")]
-    written = plots.write_page(tmp_path / "new", "small & nice", "do it", figures, [("numbers", rows)], "x = 1")
+    written = page.write_page(tmp_path / "new", "small & nice", "do it", figures, [("numbers", rows)], "x = 1")
     assert [path.name for path in written] == [
         "hit-rate.png",
         "reuse-gap.png",
@@ -144,17 +145,17 @@ def test_a_page_needs_no_other_file(document, tmp_path):
         "working-set.png",
         "index.html",
     ]
-    page = written[-1].read_text()
-    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    text = written[-1].read_text()
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert [base64.b64decode(data) for data in pictures] == [path.read_bytes() for path in written[:-1]]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[:-1])
-    assert not re.search(r'(src|href)="(?!data:)', page)
-    assert "<script>" not in page
-    assert "small &amp; nice" in page
-    assert "<pre>x = 1</pre>" in page
+    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert "<script>" not in text
+    assert "small &amp; nice" in text
+    assert "<pre>x = 1</pre>" in text
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"pip install 'flatcake\[plots\]'"):
-        plots.require()
+        page.require()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatcake_server.units import (
+from flatcake_transport.units import (
     Listen,
     approximate_size,
     format_duration,
