@@ -1,0 +1,70 @@
+"""Leases that other nodes gave us for our clients' lookups. Pure: the clock is an argument.
+
+A lookup that goes on at another node has two leases: ours, which the client knows, and the owner's, which we hold for it. The
+owner's ends by release, by expiry, or with our connection to it; all of that is seen here as "not alive" at the latest when
+the owner sees it, because its end is counted from before it was asked. A loan belongs to one incarnation of its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from flatcake_transport.errors import Overloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """`lease_id` is the owner's; `expires_s` on the clock of `now_s`."""
+
+    node_id: int
+    incarnation: bytes
+    lease_id: int
+    ttl_s: float
+    expires_s: float
+
+
+class Loans:
+    """By the id of the local lease they hang on; one each. Belongs to the event loop."""
+
+    def __init__(self, loans_max: int) -> None:
+        self._loans: dict[int, Loan] = {}
+        self._loans_max = loans_max
+
+    def __len__(self) -> int:
+        return len(self._loans)
+
+    def add(self, local_lease: int, loan: Loan) -> None:
+        """Raises: Overloaded: `loans_max` are held."""
+        if len(self._loans) >= self._loans_max:
+            raise Overloaded(f"{self._loans_max} leases of other nodes are held already")
+        self._loans[local_lease] = loan
+
+    def get(self, local_lease: int, now_s: float) -> Loan | None:
+        """The loan if it is alive."""
+        loan = self._loans.get(local_lease)
+        return loan if loan is not None and now_s < loan.expires_s else None
+
+    def renewed(self, local_lease: int, loan: Loan, asked_s: float) -> None:
+        """The owner let it live on for a ttl from when it was asked. Another one that took its place is left alone."""
+        held = self._loans.get(local_lease)
+        if held is not None and held.lease_id == loan.lease_id and held.incarnation == loan.incarnation:
+            self._loans[local_lease] = replace(held, expires_s=max(held.expires_s, asked_s + held.ttl_s))
+
+    def end(self, local_leases: Iterable[int]) -> list[Loan]:
+        """Give them up; those the owner should be told of."""
+        return [loan for lease in local_leases if (loan := self._loans.pop(lease, None)) is not None]
+
+    def end_of_node(self, node_id: int, incarnation: bytes | None = None) -> int:
+        """The connection to an owner ended, or another incarnation answers: none of its loans lives. How many."""
+        gone = [
+            lease
+            for lease, loan in self._loans.items()
+            if loan.node_id == node_id and incarnation in (None, loan.incarnation)
+        ]
+        self.end(gone)
+        return len(gone)
+
+    def orphans(self, alive: Iterable[int]) -> list[Loan]:
+        """Those whose local lease ended without a word (its client died, it expired); given up."""
+        return self.end(set(self._loans) - set(alive))

@@ -1,0 +1,42 @@
+"""What a directory does for a node, whichever it is. Its words are hints: the owner of a block decides.
+
+Every verb is one round trip, raises `Unavailable` when there is no answer within the deadline it was made with, and never
+retries by itself: who waits for it is a lookup, or a loop that comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from flatcake_server.cluster.members import Beat, Member
+from flatcake_server.cluster.publisher import Batch
+
+TAG_BYTES = 4  # of an incarnation: what an entry says of its writer's start. A chance hit costs one round trip
+
+
+class Holder(NamedTuple):
+    """An entry of an anchor: valid while the member of that id has an incarnation that begins with `tag`."""
+
+    node_id: int
+    tag: bytes
+
+
+class Directory(Protocol):
+    async def beat(self, me: Member, ttl_s: float, takeover: bytes, *, members: bool) -> Beat:
+        """Take or keep the id for `ttl_s`, also from the incarnation `takeover`; with all members if asked, or if changed."""
+        ...
+
+    async def leave(self, me: Member) -> None:
+        """Give the id back, if it is ours."""
+        ...
+
+    async def tell(self, me: Member, batch: Batch) -> None:
+        """Publish and withdraw anchors."""
+        ...
+
+    async def probe(self, keys: Sequence[bytes]) -> list[list[Holder]]:
+        """Who holds each anchor."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,164 @@
+"""The directory in a real redis-server, and in a Redis Cluster of six."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+from redis_server import RedisCluster, RedisServer, needs_redis
+
+from flatcake_server.cluster.directory import Holder
+from flatcake_server.cluster.members import Member, Verdict
+from flatcake_server.cluster.publisher import Batch
+from flatcake_server.cluster.redis_directory import RedisDirectory
+from flatcake_transport.errors import Unavailable
+
+pytestmark = needs_redis
+
+ME = Member(3, b"a" * 16, "10.0.0.3:7450", "1", b"f" * 16)
+OTHER = replace(ME, incarnation=b"b" * 16)
+SEVEN = replace(ME, node_id=7, incarnation=b"7" * 16)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+def run(url: str, work: Callable[[RedisDirectory], Awaitable[None]], timeout_s: float = 2.0) -> None:
+    """With a cluster name of its own, so that tests share one server."""
+
+    async def all_of_it() -> None:
+        directory = RedisDirectory(url, secrets.token_hex(4), timeout_s=timeout_s, anchor_ttl_s=60)
+        try:
+            await work(directory)
+        finally:
+            await directory.close()
+
+    asyncio.run(all_of_it())
+
+
+async def membership(directory):
+    beat = await directory.beat(ME, 10, b"", members=True)
+    assert (beat.verdict, beat.members) == (Verdict.FRESH, (ME,))
+    assert (await directory.beat(ME, 10, b"", members=False)).members is None, "unchanged"
+    beat = await directory.beat(SEVEN, 10, b"", members=False)
+    assert set(beat.members) == {ME, SEVEN}
+    beat = await directory.beat(OTHER, 10, b"", members=False)
+    assert (beat.verdict, beat.holder) == (Verdict.TAKEN, ME)
+    assert (await directory.beat(OTHER, 10, b"c" * 16, members=False)).verdict is Verdict.TAKEN
+    assert (await directory.beat(OTHER, 10, ME.incarnation, members=False)).verdict is Verdict.FRESH
+    assert (await directory.beat(ME, 10, b"", members=False)).verdict is Verdict.TAKEN, "the old one is told"
+    await directory.leave(ME)
+    assert (await directory.beat(OTHER, 10, b"", members=True)).verdict is Verdict.RENEWED, "not its own to give back"
+    await directory.leave(OTHER)
+    assert (await directory.beat(SEVEN, 10, b"", members=True)).members == (SEVEN,)
+
+
+async def anchors(directory):
+    keys = [bytes([n]) * 16 for n in range(100)]
+    assert await directory.probe(keys) == [[]] * 100
+    await directory.tell(ME, Batch(tuple(keys), ()))
+    await directory.tell(SEVEN, Batch(tuple(keys[:50]), ()))
+    await directory.tell(ME, Batch((), tuple(keys[40:60])))
+    me, seven = Holder(3, b"aaaa"), Holder(7, b"7777")
+    found = await directory.probe(keys)
+    assert [set(holders) for holders in found] == ([{me, seven}] * 40 + [{seven}] * 10 + [set()] * 10 + [{me}] * 40)
+    await directory.tell(replace(ME, incarnation=b"new" * 5 + b"!"), Batch(tuple(keys[:1]), ()))
+    assert set((await directory.probe(keys[:1]))[0]) == {Holder(3, b"newn"), seven}, "one entry a node"
+
+
+def test_membership(server):
+    run(server.url, membership)
+
+
+def test_anchors(server):
+    run(server.url, anchors)
+
+
+def test_ids_and_anchors_expire_by_the_directory_s_clock(server):
+    async def work(directory):
+        directory._anchor_ttl_ms = 100
+        await directory.beat(ME, 0.1, b"", members=True)
+        await directory.tell(ME, Batch((b"k" * 16,), ()))
+        deadline_s = time.monotonic() + 10
+        while (await directory.beat(OTHER, 0.1, b"", members=True)).verdict is Verdict.TAKEN:
+            assert time.monotonic() < deadline_s
+        while await directory.probe([b"k" * 16]) != [[]]:
+            assert time.monotonic() < deadline_s
+
+    run(server.url, work)
+
+
+def test_a_lost_directory_says_fresh_and_one_that_kept_its_data_does_not(tmp_path):
+    with RedisServer(tmp_path) as server:
+
+        async def work(directory):
+            await directory.beat(ME, 60, b"", members=True)
+            await directory.tell(ME, Batch((b"k" * 16,), ()))
+            server.restart(keep=True)
+            assert await directory.probe([b"k" * 16]) == [[Holder(3, b"aaaa")]], "on a connection that was closed"
+            assert (await directory.beat(ME, 60, b"", members=True)).verdict is Verdict.RENEWED
+            server.restart(keep=False)
+            assert await directory.probe([b"k" * 16]) == [[]]
+            assert (await directory.beat(ME, 60, b"", members=True)).verdict is Verdict.FRESH
+
+        run(server.url, work)
+
+
+def test_gone_or_hanging_is_unavailable_within_the_deadline(tmp_path):
+    with RedisServer(tmp_path) as server:
+
+        async def work(directory):
+            await directory.beat(ME, 60, b"", members=True)
+            server.signal(signal.SIGSTOP)
+            for ask in (lambda: directory.beat(ME, 60, b"", members=True), lambda: directory.probe([b"k" * 16] * 50)):
+                asked_s = time.monotonic()
+                with pytest.raises(Unavailable, match="does not answer"):
+                    await ask()
+                assert time.monotonic() - asked_s < 2.0
+            server.signal(signal.SIGCONT)
+            assert (await directory.beat(ME, 60, b"", members=True)).verdict is Verdict.RENEWED
+            server.stop()
+            with pytest.raises(Unavailable):
+                await directory.probe([b"k" * 16])
+            server.start()
+            await directory.probe([b"k" * 16])
+
+        run(server.url, work, timeout_s=0.3)
+
+
+def test_nobody_at_the_url():
+    async def work(directory):
+        with pytest.raises(Unavailable):
+            await directory.beat(ME, 60, b"", members=True)
+
+    run("redis://127.0.0.1:1,redis://127.0.0.1:2", work)
+
+
+def test_a_redis_cluster_of_six(tmp_path):
+    """Membership on one slot, anchors over all; a primary that dies costs its share until its replica takes over."""
+    with RedisCluster(tmp_path) as cluster:
+
+        async def work(directory):
+            await membership(directory)
+            await anchors(directory)
+            cluster.servers[0].signal(signal.SIGKILL)
+            keys = [bytes([n]) * 16 for n in range(60, 100)]
+            deadline_s = time.monotonic() + 30
+            while True:
+                try:
+                    found = await directory.probe(keys)
+                    await directory.beat(ME, 10, b"", members=True)
+                    break
+                except Unavailable:
+                    assert time.monotonic() < deadline_s
+            assert found == [[Holder(3, b"aaaa")]] * 40, "replicas had them"
+
+        run(cluster.url, work)
