@@ -1,0 +1,153 @@
+"""What an adapter of LMCache needs besides the chunks: bounded work in threads, locks that end, one log line a failure. No LMCache here.
+
+Whatever is given to a thread carries its own deadline, counted from when it was asked; the threads only make it wait its turn. So
+what waits behind a daemon that hangs is answered, as a miss, one deadline later at the latest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from flatcake_client import FlatCakeError, Hit, Overloaded
+
+HELD_S_MAX: Final = 300.0  # a lock that is never given back
+HITS_MAX: Final = 1024
+
+T = TypeVar("T")
+
+
+class Workers:
+    """Threads that take what is submitted, in order, with a bound on what waits. Thread-safe."""
+
+    def __init__(self, name: str, threads: int, waiting_max: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"flatcake-{name}")
+        self._free = threading.Semaphore(threads + waiting_max)
+
+    def submit(self, act: Callable[[], T]) -> Future[T]:
+        """Raises: Overloaded: too much is waiting, or closed."""
+        if not self._free.acquire(blocking=False):
+            raise Overloaded("too many tasks are waiting")
+        try:
+            future = self._pool.submit(act)
+        except RuntimeError as error:
+            self._free.release()
+            raise Overloaded(f"closed: {error}") from error
+        future.add_done_callback(lambda _: self._free.release())
+        return future
+
+    def close(self) -> None:
+        """Cancel what waits; what runs ends by its own deadline, and is waited for."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    hit: Hit
+    left: int
+    since_s: float
+
+
+class Locks:
+    """Hits kept until all keys that they were looked up for are unlocked. Thread-safe.
+
+    A hit's lease is renewed by `tick`; one that is held for five minutes is given back: its caller is gone. Beyond 1024 hits the
+    oldest is given back. Whoever loads what was unlocked so finds it, or a miss.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._by_key: dict[Hashable, list[_Held]] = {}
+        self._held: OrderedDict[int, tuple[_Held, tuple[Hashable, ...]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, keys: Iterable[Hashable], hit: Hit) -> None:
+        """Keep a hit until each of these keys was unlocked once."""
+        names = tuple(keys)
+        held = _Held(hit, len(names), self._now_s())
+        with self._lock:
+            self._held[id(held)] = held, names
+            for name in names:
+                self._by_key.setdefault(name, []).append(held)
+            late = [self._drop(next(iter(self._held)))] if len(self._held) > HITS_MAX else []
+        _release(late)
+
+    def unlock(self, keys: Iterable[Hashable]) -> None:
+        """Each key once; unknown ones are fine. Asks the daemon where a hit ends; never raises for that."""
+        done = []
+        with self._lock:
+            for key in keys:
+                of_key = self._by_key.get(key)
+                if not of_key:
+                    continue
+                held = of_key.pop(0)
+                if not of_key:
+                    del self._by_key[key]
+                held.left -= 1
+                if held.left == 0:
+                    self._held.pop(id(held))
+                    done.append(held.hit)
+        _release(done)
+
+    def tick(self) -> None:
+        """Once a second: renew what is held, let go of what is held too long."""
+        with self._lock:
+            late_s = self._now_s() - HELD_S_MAX
+            late = [name for name, (held, _) in self._held.items() if held.since_s < late_s]
+            dropped = [self._drop(name) for name in late]
+            alive = [held.hit for held, _ in self._held.values()]
+        _release(dropped)
+        for hit in alive:
+            hit.lease.keep()
+
+    def close(self) -> None:
+        with self._lock:
+            held = [self._drop(name) for name in list(self._held)]
+        _release(held)
+
+    def _drop(self, name: int) -> Hit:
+        held, keys = self._held.pop(name)
+        for key in keys:
+            of_key = self._by_key.get(key, [])
+            if held in of_key:
+                of_key.remove(held)
+                if not of_key:
+                    del self._by_key[key]
+        return held.hit
+
+
+def _release(hits: Iterable[Hit]) -> None:
+    for hit in hits:
+        hit.release()
+
+
+class Failing:
+    """One log line when a verb begins to fail, not one a request. Thread-safe."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._lock = threading.Lock()
+        self._verbs: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._verbs)
+
+    def failed(self, verb: str, error: BaseException) -> None:
+        with self._lock:
+            known = verb in self._verbs
+            self._verbs.add(verb)
+        if not known:
+            kind = "" if isinstance(error, FlatCakeError) else f"{type(error).__name__}: "
+            self._say(f"FlatCake: {verb} fails, its chunks are computed meanwhile: {kind}{error}")
+
+    def worked(self, verb: str) -> None:
+        with self._lock:
+            self._verbs.discard(verb)
