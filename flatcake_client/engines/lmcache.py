@@ -119,7 +119,7 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
         """How many keys from the first on are stored. Blocks its caller, at most `timeout_s`."""
         return self._prefix(keys)
 
-    async def batched_async_contains(self, lookup_id: str, keys: Sequence[Any], pin: bool = False) -> int:
+    async def batched_async_contains(self, lookup_id: str, keys: Sequence[Any], pin: bool = False) -> int:  # noqa: ARG002
         """LMCache never says when a pin ends, so nothing is pinned: what is reclaimed meanwhile is a miss at the load."""
         return await self._wait(self._asking, partial(self._prefix, list(keys)), 0)
 
@@ -155,7 +155,7 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
         act = partial(self._get, names, deadline_s)
         return await self._wait(self._loads, act, [None] * len(names), unwanted=_give_back)
 
-    async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> list[Any]:
+    async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> list[Any]:  # noqa: ARG002
         """Memory objects of the keys from the first on, up to the first that did not come."""
         objects = await self.batched_get(keys)
         end = next((at for at, each in enumerate(objects) if each is None), len(objects))
@@ -229,7 +229,7 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
         """Nothing: FlatCake keeps digests of names, which nobody can turn back."""
         return []
 
-    def remove_sync(self, key: Any) -> bool:
+    def remove_sync(self, key: Any) -> bool:  # noqa: ARG002
         """Nothing is removed by name: FlatCake reclaims whole sessions, least recently used first."""
         return False
 

@@ -9,12 +9,10 @@ own; FlatCake stores chains. A chunk is a block:
   read.
 - One batch is one turn: its missing chunks become one segment. Behind which chunk a batch follows is remembered (`Chains`):
   LMCache asks for the whole prompt before it stores what was missing, so the order in which it asked tells. The turn is then
-  begun with that one predecessor in front, and the daemon appends to the session that ends there. Measured on 256 chunks of
-  1 MiB (bench/connector_lmcache.py, `contiguity`): batches of 32 stored at FIGURE_BATCH GB/s in one session and read back in
-  FIGURE_READS commands; every chunk a turn of its own, FIGURE_SINGLE GB/s in FIGURE_SINGLE_READS commands.
+  begun with that one predecessor in front, and the daemon appends to the session that ends there.
 - What was not remembered, or is no longer stored, costs nothing but a session of its own for that batch.
-- Any set of chunks may be asked for. Past a miss the search goes on with doubled steps, within `LOOKUPS_MAX` questions; a chunk that
-  is not reached is a miss.
+- Any set of chunks may be asked for. Past the second miss in a row the search goes on with doubled steps, within `LOOKUPS_MAX`
+  questions; a chunk that is not reached is a miss.
 
 Invariants: a buffer is touched only inside the call it was given to; a chunk is reported as loaded only if all its bytes are in place.
 """
@@ -22,6 +20,7 @@ Invariants: a buffer is touched only inside the call it was given to; a chunk is
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -33,7 +32,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from flatcake_client import Client, FlatCakeError, Hit, Space, Turn
+from flatcake_client import Client, Hit, Space, Turn
 from flatcake_client.keys import KEY_BYTES, KeyArray
 
 PLANE_BYTES_MAX: Final = 4 << 20  # one read command
@@ -107,7 +106,7 @@ class Chains:
     def learn(self, chain: Sequence[bytes]) -> None:
         """Remember a chain that was asked for or stored, in its order."""
         with self._lock:
-            for parent, child in zip(chain, chain[1:], strict=False):
+            for parent, child in itertools.pairwise(chain):
                 self._parents[child] = parent
                 self._parents.move_to_end(child)
             while len(self._parents) > self._links_max:
@@ -163,7 +162,7 @@ class ChunkStore:
         space = self.space(kind)
         keys = space.keys_of_hashes(ordered)
         self.count(chunks_asked=len(keys))
-        at, step = 0, 1
+        at = misses = 0
         for _ in range(LOOKUPS_MAX):
             left_s = deadline_s - time.monotonic()
             if at >= len(keys) or left_s <= 0:
@@ -174,10 +173,10 @@ class ChunkStore:
                 yield FoundRun(order[at : at + hit.blocks], hit)
             if hit.failure is not None or prefix_only:
                 return
-            step = 1 if hit.blocks else 2 * step
+            misses = 1 if hit.blocks else misses + 1
             missing = at + hit.blocks
             lane_end = starts[np.searchsorted(starts, missing, "right")] if missing < len(keys) else len(keys)
-            at = min(missing + step, int(lane_end))
+            at = min(missing + (1 << max(0, misses - 2)), int(lane_end))
 
     def bring(self, kind: ChunkKind, run: FoundRun, addresses: Sequence[int], *, deadline_s: float) -> int:
         """Bring the first chunks of a run into host buffers, and release its hit. How many are in place, from the first on.
@@ -251,7 +250,7 @@ class ChunkStore:
         return min(self._client.timeout_s, deadline_s - time.monotonic())
 
     def _learn(self, ordered: Sequence[bytes], starts: NDArray[np.int64]) -> None:
-        for first, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        for first, end in itertools.pairwise(starts.tolist()):
             self.chains.learn(ordered[first:end])
 
     def space(self, kind: ChunkKind) -> Space:

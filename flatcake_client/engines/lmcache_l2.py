@@ -118,7 +118,7 @@ class _Answers:
 class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """One daemon as LMCache's second level. Thread-safe."""
 
-    def __init__(self, config: FlatCakeL2AdapterConfig, l1_memory_desc: Any = None) -> None:
+    def __init__(self, config: FlatCakeL2AdapterConfig, l1_memory_desc: Any = None) -> None:  # noqa: ARG002 - LMCache passes it
         """Works without a daemon."""
         super().__init__()
         self._config = config
@@ -150,7 +150,9 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         act = partial(self._store, list(keys), list(objects), time.monotonic() + self._config.store_timeout_s)
-        return self._submit(self._stores, self._stored, "a store", act, L2StoreResult(success=False, bytes_transferred=0))
+        return self._submit(
+            self._stores, self._stored, "a store", act, L2StoreResult(success=False, bytes_transferred=0)
+        )
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         return self._stored.take_all()
@@ -224,7 +226,8 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         for kind, positions in self._by_kind(keys, objects):
             mine = [keys[at] for at in positions]
             addresses = [address_of(objects[at]) for at in positions]
-            stored = self._chunks.store(kind, *_names(mine), addresses, deadline_s=deadline_s)
+            names, lanes = _names(mine)
+            stored = self._chunks.store(kind, names, addresses, lanes, deadline_s=deadline_s)
             size_bytes += stored.size_bytes
             self._notify_keys_stored(mine, [kind.chunk_bytes] * len(mine))
         return L2StoreResult(success=True, bytes_transferred=size_bytes)

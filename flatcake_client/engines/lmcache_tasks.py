@@ -10,40 +10,51 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from flatcake_client import FlatCakeError, Hit, Overloaded
+from flatcake_client.background import Crew
 
 HELD_S_MAX: Final = 300.0  # a lock that is never given back
 HITS_MAX: Final = 1024
+CLOSE_S: Final = 5.0
 
 T = TypeVar("T")
 
 
 class Workers:
-    """Threads that take what is submitted, in order, with a bound on what waits. Thread-safe."""
+    """A crew whose work is waited for: what is submitted is a future, cancelled while it waits when the crew closes. Thread-safe."""
 
     def __init__(self, name: str, threads: int, waiting_max: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"flatcake-{name}")
-        self._free = threading.Semaphore(threads + waiting_max)
+        self._crew = Crew(f"lmcache-{name}", threads, waiting_max)
+        self._open: set[Future[Any]] = set()
 
     def submit(self, act: Callable[[], T]) -> Future[T]:
         """Raises: Overloaded: too much is waiting, or closed."""
-        if not self._free.acquire(blocking=False):
-            raise Overloaded("too many tasks are waiting")
-        try:
-            future = self._pool.submit(act)
-        except RuntimeError as error:
-            self._free.release()
-            raise Overloaded(f"closed: {error}") from error
-        future.add_done_callback(lambda _: self._free.release())
+        future: Future[T] = Future()
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        if not self._crew.submit(partial(_run, future, act)):
+            future.cancel()
+            raise Overloaded("too many tasks are waiting, or this is closed")
         return future
 
-    def close(self) -> None:
-        """Cancel what waits; what runs ends by its own deadline, and is waited for."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Cancel what waits; what runs ends by its own deadline, and is waited for. Twice is fine."""
+        self._crew.close(timeout_s)
+        for future in list(self._open):
+            future.cancel()
+
+
+def _run(future: Future[T], act: Callable[[], T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - passed on to whoever waits for the future
+            future.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
