@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from flatcake_server import cli_check, cli_show, cli_traffic
+from flatcake_server import cli_check, cli_replay, cli_show, cli_traffic
 from flatcake_server.cli_output import (
     EXIT_FOUND,
     EXIT_UNAVAILABLE,
@@ -72,6 +72,7 @@ app.command("spaces")(cli_show.spaces)
 app.command("check")(cli_check.check)
 app.command("analyze")(cli_traffic.analyze)
 app.command("tune")(cli_traffic.tune)
+app.command("replay", context_settings=cli_replay.PASSED_ON)(cli_replay.replay)
 
 
 @app.command()

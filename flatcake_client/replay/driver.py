@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 
 from flatcake_client.replay.contents import Contents
-from flatcake_client.replay.maximum import Seen, ideal_blocks
+from flatcake_client.replay.maximum import Seen
 from flatcake_client.replay.metrics import Record
 from flatcake_client.replay.system import Asked, Found, Pages, Slots, System
 from flatcake_client.replay.workload import Planned, Workload
@@ -100,9 +100,13 @@ class Run:
         queues: Queues[int],
         *,
         load: float,
+        prefetches: int = 0,
         done: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`pages` hold `engine.areas` longest prompts, and as much more as prefetches may use. `done` is told each request."""
+        """`pages` hold `engine.areas` longest prompts, and as much more as prefetches may use. `done` is told each request.
+
+        `queues` and `prefetches` bound restores in the background alike; 0: as the system says.
+        """
         self._workload, self._system, self._engine = workload, system, engine
         self._pages, self._contents, self._load, self._done = pages, contents, load, done
         area_slots = workload.blocks_max
@@ -113,16 +117,15 @@ class Run:
         self._areas: queue.Queue[Slots] = queue.Queue()
         for n in range(engine.areas):
             self._areas.put(np.arange(pool_slots + n * area_slots, pool_slots + (n + 1) * area_slots, dtype=np.int64))
-        ideal = ideal_blocks([planned.numbers for planned in workload.requests], workload.different_blocks)
         self.records = [
-            Record(p.asked.number, p.asked.session, p.asked.turn, p.asked.input_tokens, p.blocks, ideal_blocks=best)
-            for p, best in zip(workload.requests, ideal, strict=True)
+            Record(p.asked.number, p.asked.session, p.asked.turn, p.asked.input_tokens, p.blocks)
+            for p in workload.requests
         ]
-        self._queues = queues
+        self._queues, self._prefetches = queues, prefetches or system.prefetches_max
         self._found: dict[int, Found] = {}
         self._held: dict[int, Slots] = {}  # slots of prefetched requests
         self._lock = threading.Lock()
-        self._stored = Seen(workload.different_blocks)
+        self._arrived, self._stored = Seen(workload.different_blocks), Seen(workload.different_blocks)
         self._changed = threading.Condition()
         self._due: list[tuple[float, int]] = []
         self._next: dict[int, int] = {}
@@ -139,8 +142,7 @@ class Run:
         self._plan()
         self._zero_s = time.monotonic()
         stores: queue.Queue[tuple[Planned, Slots, Slots] | None] = queue.Queue()
-        # One thread a prefetch, whatever the queues: they bound themselves.
-        scheduler: Scheduler[int] = Scheduler(self._system.prefetches_max, queues=self._queues)
+        scheduler: Scheduler[int] = Scheduler(self._prefetches, queues=self._queues)
         asking = ThreadPoolExecutor(ASKING_THREADS, "replay-ask")
         workers = [
             threading.Thread(target=self._work, args=(scheduler, stores), name=f"replay-prefill{n}")
@@ -210,7 +212,10 @@ class Run:
         asked, record = planned.asked, self.records[planned.asked.number]
         record.arrived_s = self._now_s()
         with self._lock:
+            # In the order in which they really came: a session that is behind its plan comes after others.
+            record.ideal_blocks = self._arrived.prefix(planned.numbers)
             record.stored_blocks = self._stored.prefix(planned.numbers)
+            self._arrived.add(planned.numbers)
         try:
             found = self._system.lookup(asked)
         except Exception as error:  # noqa: BLE001 - a foreign system's edge: whatever it raises is a miss

@@ -71,7 +71,7 @@ class FlatCakeSystem:
             raise
         self.name = f"flatcake {self._ablation}".strip()
         self.prefetches_max = options.prefetches_max
-        self.settings: dict[str, Any] = {
+        self.settings: Mapping[str, Any] = {
             "ablation": self._ablation, "prefetches_max": options.prefetches_max,
             "agent_context_tokens": options.agent_context_tokens, "short_reply_tokens": options.short_reply_tokens,
         }  # fmt: skip
