@@ -67,6 +67,10 @@ test-engines: $(addprefix test-,$(ENGINES))  ## the connectors inside the real e
 test-%: .venv-%/.stamp
 	PATH="$(CURDIR)/.venv-$*/bin:$$PATH" .venv-$*/bin/python -m pytest -q tests/engines/$* $(ARGS)
 
+test-fabric: $(VENV)/.stamp  ## NVMe-oF and soft RDMA on a real kernel, in a QEMU guest (as root; a minute or two)
+	tests/fabric/run $(CURDIR)/$(BIN)/python -m pytest -q -c /dev/null -p no:cacheprovider --rootdir tests/fabric/guest \
+	  tests/fabric/guest $(ARGS)
+
 soak: $(VENV)/.stamp  ## the stateful and fault tests, many times as long
 	$(PYTEST) --hypothesis-profile=soak --timeout=3600 tests/property tests/fault $(ARGS)
 
@@ -100,4 +104,4 @@ deploy/flatcake.toml: $(VENV)/.stamp flatcake_server/config.py flatcake_server/c
 clean:  ## all that these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help venv demo test test-engines gpu soak bench check proto proto-check clean
+.PHONY: help venv demo test test-engines test-fabric gpu soak bench check proto proto-check clean

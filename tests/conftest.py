@@ -15,8 +15,8 @@ settings.register_profile("soak", deadline=None, max_examples=5000, stateful_ste
 settings.load_profile("default")
 
 
-# They need the environment of their engine: `make test-engines`.
-collect_ignore = ["engines"]
+# They need the environment of their engine (`make test-engines`), or a kernel of their own (`make test-fabric`).
+collect_ignore = ["engines", "fabric/guest"]
 
 
 @pytest.fixture

@@ -1,0 +1,59 @@
+"""What needs no kernel target; the rest is in tests/fabric/guest, on a real one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from flatcake_server.cluster.nvme_host import NvmeHost
+from flatcake_server.cluster.nvmet import NvmePort, NvmeTarget
+from flatcake_transport.errors import Unavailable
+
+PORT = NvmePort("tcp", "127.0.0.1", 4420)
+NQN = "nqn.2026-11.flatcake:test:1"
+
+
+@pytest.mark.parametrize(("ports", "hosts"), [([], ["host"]), ([PORT], [])])
+def test_a_target_without_port_or_host_is_refused(ports, hosts):
+    with pytest.raises(ValueError, match="at least one allowed host"):
+        NvmeTarget(NQN, ports, hosts)
+
+
+def test_without_a_kernel_target_the_operator_is_told_what_to_do(tmp_path: Path):
+    target = NvmeTarget(NQN, [PORT], ["host"], root=tmp_path / "nvmet")
+    with pytest.raises(Unavailable, match="modprobe nvmet"):
+        target.start()
+    target.stop()
+
+
+def test_a_port_knows_its_family():
+    assert (PORT.family, NvmePort("rdma", "fe80::1", 4420).family) == ("ipv4", "ipv6")
+
+
+def test_without_nvme_cli_connecting_says_so(tmp_path: Path):
+    host = NvmeHost("host", tool=(str(tmp_path / "nvme"),), sys=tmp_path)
+    with pytest.raises(Unavailable, match="install nvme-cli"):
+        host.connect(NQN, PORT, 5)
+    assert host.stats().failures_total == 1
+
+
+def test_what_nvme_cli_says_is_passed_on(tmp_path: Path):
+    host = NvmeHost("host", tool=(sys.executable, "-c", "import sys; sys.exit('no such host')"), sys=tmp_path)
+    with pytest.raises(Unavailable, match="no such host"):
+        host.connect(NQN, PORT, 20)
+
+
+def test_a_tool_that_hangs_is_given_up(tmp_path: Path):
+    hangs = (sys.executable, "-c", "import signal; signal.pause()")
+    with pytest.raises(Unavailable, match=r"longer than 0\.2 s"):
+        NvmeHost("host", tool=hangs, sys=tmp_path).connect(NQN, PORT, 0.2)
+
+
+def test_a_namespace_that_does_not_appear_is_given_up_at_the_deadline(tmp_path: Path):
+    host = NvmeHost("host", sys=tmp_path)
+    with pytest.raises(Unavailable, match="did not appear"):
+        host.open(NQN, uuid4(), 0.01)
+    assert (host.stats().failures_total, host.stats().opened_total) == (1, 0)
