@@ -16,7 +16,7 @@ from flatcake_client.records import Part, Run
 from flatcake_transport.address import Address, Medium
 from flatcake_transport.space import SpaceSpec
 
-NAMES = ("lookup", "restore", "begin_turn", "write_layer", "commit")
+NAMES = ("lookup", "restore", "wait_layer", "begin_turn", "write_layer", "commit")
 
 
 class InMemoryClient:
@@ -27,6 +27,9 @@ class InMemoryClient:
         self.open_turns = 0
         self.fail = {}  # name of a verb -> exception
         self.restore_blocks_max = None
+        self.restore_cut_layer = 0  # the first that lacks the blocks beyond
+        self.slow_layers = {}  # layer -> called before it lands
+        self.layer_waits = []
 
     def break_at(self, name):
         if name in self.fail:
@@ -68,6 +71,7 @@ class InMemorySpace:
             context_tokens=context_tokens,
             previous_reply_tokens=previous_reply_tokens,
             share_counts=share_counts,
+            turn=turn,
             salt=salt,
         )
         self.client.turns.append((hints, blocks))
@@ -79,6 +83,7 @@ class InMemoryHit:
 
     def __init__(self, space, keys):
         self.space, self.keys, self.blocks, self.spec = space, keys, len(keys), space.spec
+        self.tokens = len(keys) * space.spec.block_tokens
         self.runs = (Run(Address.of(Medium.SSD, 0, 4096), len(keys), 0, len(keys), 1 << 20, 1, 0),) if len(keys) else ()
 
     def __enter__(self):
@@ -95,29 +100,56 @@ class InMemoryHit:
 
 
 class InMemoryRestore:
+    """Layers come one by one, as they are waited for; what has not come is noise."""
+
     stats = fc.RestoreStats(read_commands=3, bytes_read=5)
 
     def __init__(self, hit, target, slots):
         self.hit, self.target, self.slots = hit, target, slots
+        self.closed = False
+        assert len(target) == hit.spec.layers
+        for pages in target:
+            for slot in slots:
+                pages[int(slot)].fill_(7)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        pass
+        self.close()
+
+    def close(self):
+        self.closed = True
+
+    def wait_layer(self, layer):
+        client = self.hit.space.client
+        client.layer_waits.append(layer)
+        if layer in client.slow_layers:
+            client.slow_layers[layer]()
+        client.break_at("wait_layer")
+        usable = self.hit.blocks if client.restore_blocks_max is None else client.restore_blocks_max
+        assert not self.closed
+        if usable < self.hit.blocks and layer >= client.restore_cut_layer:
+            self.wait()
+            error = fc.RestoreUnavailable("cut")
+            error.usable_blocks = usable
+            raise error
+        self._bring(layer, self.hit.blocks)
 
     def wait(self):
         client = self.hit.space.client
+        client.break_at("wait_layer")
         usable = self.hit.blocks if client.restore_blocks_max is None else client.restore_blocks_max
-        assert len(self.target) == self.hit.spec.layers
-        for layer, pages in enumerate(self.target):
-            for slot, key in zip(self.slots, self.hit.keys[:usable], strict=False):
-                data = np.frombuffer(client.blocks[key.tobytes()][layer], np.uint8)
-                page = torch.from_numpy(data.copy()).view(pages.dtype).view(pages.shape[1:])
-                pages[int(slot)].copy_(page)
-            for slot in self.slots[usable:]:
-                pages[int(slot)].fill_(7)  # what failed half way is anything but empty
+        for layer in range(len(self.target)):
+            self._bring(layer, usable)
         return usable
+
+    def _bring(self, layer, usable):
+        pages = self.target[layer]
+        for slot, key in zip(self.slots, self.hit.keys[:usable], strict=False):
+            data = np.frombuffer(self.hit.space.client.blocks[key.tobytes()][layer], np.uint8)
+            page = torch.from_numpy(data.copy()).view(pages.dtype).view(pages.shape[1:])
+            pages[int(slot)].copy_(page)
 
 
 class InMemoryTurn:

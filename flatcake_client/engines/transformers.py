@@ -3,40 +3,48 @@
     prompt ids --keys--> hit --restore--> landing (K and V of each layer) --> DynamicCache --> forward over the rest
     DynamicCache --> pages of the turn's blocks --> turn --commit--> the next request's hit
 
+`generate` overlaps them layer by layer (prefill.py): a layer is waited for just before its attention, and a long prompt is
+stored while it is computed. A prompt with few new blocks is stored with its reply, in one segment: reading it back takes half
+as many commands.
+
 One plane is one layer: K, then V, of `block_tokens` tokens, each (kv_heads, tokens, head_dim). The last token of a prompt is
 never restored, since its logits are what prefill is for.
 
 - Text never depends on FlatCake: whatever fails in restore or store is a count and a log line, and tokens are computed.
-- A cache handed to the model holds blocks that are in place in all layers, or nothing.
+- A forward that computes on landed layers ends with an error when a later layer will not land; what it did is thrown away, and
+  the prompt is computed anew after the blocks that are in place in all layers.
 - A request only finds KV of equal weights: the space names a digest of the parameters and the configuration.
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from flatcake_client import Client, Hit, Overloaded, Part, Space
-from flatcake_client.engines.landing import Landings, LayerShape
+from flatcake_client import Client, Hit, Overloaded, Part, RestoreStats, Space, Turn
+from flatcake_client.arrival import Arrival
+from flatcake_client.engines.landing import Landing, Landings
+from flatcake_client.engines.probing import forward_arguments, probe, weights_digest
+
+if TYPE_CHECKING:
+    from flatcake_client.engines.prefill import KeysValues, PromptStore
 
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS: Final = 64
 LAYOUT: Final = "transformers/1: k v, heads tokens dim"
-# What a configuration says of its file and not of the model.
-CONFIG_NOISE: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-SAMPLES_PER_PARAMETER: Final = 64
+# New blocks from which a prompt is stored while it is computed, as a segment of its own: 1024 tokens are seconds of prefill.
+STREAM_BLOCKS_MIN: Final = 16
+FIRST_TURN: Final = "first-turn"  # what the daemon says of where it placed such a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +68,17 @@ class RequestHints:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore brought. `bytes_read`: from files, with alignment and gaps; `restore_s`: all of the moving, no lookup."""
+    """What a restore brought. `bytes_read`: from files, with alignment and gaps; `restore_s`: all of the moving, no lookup.
+
+    `waited_s`: how long prefill stood still for it; the rest of `restore_s` was overlapped.
+    """
 
     tokens: int = 0
     bytes_by_medium: dict[str, int] = field(default_factory=dict)
     read_commands: int = 0
     bytes_read: int = 0
     restore_s: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,8 @@ class TransformersEngine:
         weights: str | None = None,
         block_tokens: int = BLOCK_TOKENS,
         timeout_s: float | None = None,
+        overlap: bool = True,
+        stream_blocks_min: int = STREAM_BLOCKS_MIN,
     ) -> None:
         """Make a space for the model; works without a daemon.
 
@@ -125,15 +139,18 @@ class TransformersEngine:
                 tells any trained or random models apart, but not two that differ in a few numbers only.
             block_tokens: tokens a block.
             timeout_s: of a restore; past it what is in place is used. Default: the client's.
+            overlap: False restores before prefill and stores after the reply, instead of layer by layer beside prefill.
+            stream_blocks_min: a prompt with fewer new blocks is stored with its reply.
 
         Raises:
             ValueError: the model is in training mode, or its cache is not of that kind.
         """
         self._model = model
-        self._arguments = _forward_arguments(model)
-        self._dtype, self._layers = self._probe()
+        self._arguments = forward_arguments(model)
+        self._dtype, self._layers = probe(model, self._arguments)
         self._block_tokens = block_tokens
         self._timeout_s = timeout_s
+        self._overlap, self._stream_blocks_min = overlap, stream_blocks_min
         item = self._dtype.itemsize
         config = model.config
         self._space = client.open_space(
@@ -173,13 +190,17 @@ class TransformersEngine:
             raise ValueError(f"{max_new_tokens} tokens after a prompt of {len(prompt)}: expected 1 or more of each")
         started_s = time.perf_counter()
         tokens = [int(token) for token in prompt]
-        cache, restored = self.restore(tokens, hints) if cached else (self._empty_cache(), Restored())
-        greedy = self.decode(tokens[restored.tokens :], cache)
-        reply = [next(greedy)]
+        prompt_store: PromptStore | None = None
+        if cached and self._overlap:
+            first, cache, restored, prompt_store = self._prefill(tokens, hints)
+        else:
+            cache, restored = self.restore(tokens, hints) if cached else (self._empty_cache(), Restored())
+            first = self._forward(tokens[restored.tokens :], cache)
         ttft_s = time.perf_counter() - started_s
+        greedy, reply = self.decode([first], cache), [first]
         while len(reply) < max_new_tokens and reply[-1] not in stop_tokens:
             reply.append(next(greedy))
-        stored = self.store([*tokens, *reply], cache, hints) if cached else ()
+        stored = self._store_all([*tokens, *reply], cache, hints, prompt_store) if cached else ()
         self._count(
             requests=1,
             restored_tokens=restored.tokens,
@@ -215,19 +236,7 @@ class TransformersEngine:
         Returns:
             What was stored, where and why. Nothing, if it failed or was refused.
         """
-        try:
-            # A reply's last token was never fed, so the cache does not hold it.
-            parts = self._write(tokens[: cache.get_seq_length()], cache, hints)
-        except Overloaded as error:
-            self._count(stores_refused=1)
-            log.info("a turn was not stored: %s", error)
-        except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the reply is given
-            self._count(stores_failed=1)
-            self._say("store", f"a turn was not stored: {error}")
-        else:
-            self._say("store")
-            return parts
-        return ()
+        return self._store_all(tokens, cache, hints, None)
 
     def decode(self, tokens: Sequence[int], cache: Any) -> Iterator[int]:
         """Greedy tokens, without end, after what the cache holds and then these tokens. The cache grows as they are taken."""
@@ -251,16 +260,78 @@ class TransformersEngine:
         with hit.restore(landing.pages(hit.blocks), np.arange(hit.blocks), timeout_s=self._timeout_s) as restore:
             usable = restore.wait()
             stats = restore.stats
-        restored = Restored(
-            tokens=usable * self._block_tokens,
-            bytes_by_medium=_bytes_by_medium(hit, usable),
-            read_commands=stats.read_commands,
-            bytes_read=stats.bytes_read,
-            restore_s=time.perf_counter() - started_s,
-        )
-        if usable < hit.blocks:
-            self._count(restores_cut=1)
-        self._say("restore", f"{usable} of {hit.blocks} blocks came back: the rest is computed" * (usable < hit.blocks))
+        restore_s = time.perf_counter() - started_s
+        return self._landed(landing, hit, usable), self._told(hit, usable, stats, restore_s, restore_s)
+
+    def _prefill(self, tokens: list[int], hints: RequestHints) -> tuple[int, Any, Restored, PromptStore | None]:
+        """The first token, the cache behind it, what was restored for it, and the store of the prompt, if one runs."""
+        prompt_store: PromptStore | None = None
+        try:
+            keys = self._space.keys(tokens[:-1], salt=hints.salt)
+            with self._space.lookup(keys) as hit:
+                if len(tokens) // self._block_tokens - hit.blocks >= self._stream_blocks_min:
+                    prompt_store = self._prompt_store(tokens, hints)
+                if hit.blocks:
+                    return self._prefill_after(hit, tokens, prompt_store)
+                self._count(restores_failed=int(hit.failure is not None))
+        except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the tokens are computed
+            self._count(restores_failed=1)
+            self._say("restore", f"a prefix was not restored, and is computed: {error}")
+            if prompt_store is not None:
+                prompt_store.drop()
+                prompt_store = None
+        cache = self._prefill_cache(0, lambda _: (), prompt_store)
+        return self._forward(tokens, cache), cache, Restored(), prompt_store
+
+    def _prefill_after(
+        self, hit: Hit, tokens: list[int], prompt_store: PromptStore | None
+    ) -> tuple[int, Any, Restored, PromptStore | None]:
+        from flatcake_client.engines.prefill import NotLanded
+
+        landing = self._landings.take(hit.blocks)
+        with (
+            hit.restore(landing.pages(hit.blocks), np.arange(hit.blocks), timeout_s=self._timeout_s) as restore,
+            Arrival(restore, len(self._layers)) as arrival,
+        ):
+
+            def land(layer: int) -> KeysValues:
+                arrival.wait_layer(layer)
+                return landing.keys_values(layer, hit.blocks, hit.blocks)
+
+            cache = self._prefill_cache(hit.tokens, land, prompt_store)
+            first = None
+            try:
+                first = self._forward(tokens[hit.tokens :], cache)
+            except NotLanded:
+                if prompt_store is not None:
+                    prompt_store.drop()
+                    prompt_store = None
+            usable = hit.blocks if first is not None else int(getattr(arrival.failure(), "usable_blocks", 0))
+            restored = self._told(hit, usable, restore.stats, arrival.brought_s, arrival.waited_s)
+        if first is None:
+            cache = self._landed(landing, hit, usable)
+            first = self._forward(tokens[restored.tokens :], cache)
+        else:
+            self._landings.give(landing)  # the cache joined what landed with what was computed, in memory of its own
+        return first, cache, restored, prompt_store
+
+    def _prefill_cache(self, tokens: int, land: Any, prompt_store: PromptStore | None) -> Any:
+        from flatcake_client.engines.prefill import PrefillLayer
+
+        cache = self._empty_cache()
+        cache.layers = [
+            PrefillLayer(tokens, partial(land, layer), partial(prompt_store.put, layer) if prompt_store else None)
+            for layer in range(len(self._layers))
+        ]
+        return cache
+
+    def _prompt_store(self, tokens: list[int], hints: RequestHints) -> PromptStore:
+        from flatcake_client.engines.prefill import PromptStore
+
+        return PromptStore(partial(self._begin, tokens, hints), self._pages, len(self._layers))
+
+    def _landed(self, landing: Landing, hit: Hit, usable: int) -> Any:
+        """A cache of the blocks that are in place."""
         cache = self._empty_cache()
         copied = True
         for layer in range(len(self._layers) if usable else 0):
@@ -269,30 +340,69 @@ class TransformersEngine:
             copied &= not {tensor.data_ptr() for tensor in held} & {tensor.data_ptr() for tensor in landed}
         if copied:  # else the cache lives in the landing, which is then no longer ours
             self._landings.give(landing)
-        return cache, restored
+        return cache
 
-    def _write(self, tokens: Sequence[int], cache: Any, hints: RequestHints) -> tuple[Part, ...]:
+    def _told(self, hit: Hit, usable: int, stats: RestoreStats, restore_s: float, waited_s: float) -> Restored:
+        """What a restore was, counted and logged."""
+        if usable < hit.blocks:
+            self._count(restores_cut=1)
+        self._say("restore", f"{usable} of {hit.blocks} blocks came back: the rest is computed" * (usable < hit.blocks))
+        return Restored(
+            tokens=usable * self._block_tokens,
+            bytes_by_medium=_bytes_by_medium(hit, usable),
+            read_commands=stats.read_commands,
+            bytes_read=stats.bytes_read,
+            restore_s=restore_s,
+            waited_s=waited_s,
+        )
+
+    def _store_all(
+        self, tokens: Sequence[int], cache: Any, hints: RequestHints, prompt_store: PromptStore | None
+    ) -> tuple[Part, ...]:
+        """Have a prompt's store come to its end, and store what else is not stored. Nothing more after a failure."""
+        try:
+            parts = prompt_store.wait() if prompt_store is not None else ()
+            # A reply's last token was never fed, so the cache does not hold it.
+            more = self._write(tokens[: cache.get_seq_length()], cache, hints, after=parts)
+        except Overloaded as error:
+            self._count(stores_refused=1)
+            log.info("a turn was not stored: %s", error)
+        except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the reply is given
+            self._count(stores_failed=1)
+            self._say("store", f"a turn was not stored: {error}")
+        else:
+            self._say("store")
+            self._count(stored_blocks=sum(part.blocks for part in (*parts, *more)))
+            return (*parts, *more)
+        return ()
+
+    def _begin(self, tokens: Sequence[int], hints: RequestHints, after: Sequence[Part] = ()) -> Turn:
+        """`after`: what was stored of the same request before, so that this is no turn of its own to whoever places it."""
         keys = self._space.keys(tokens, salt=hints.salt)
         shared = hints.shared_tokens // self._block_tokens
-        with self._space.begin_turn(
+        return self._space.begin_turn(
             keys,
             session=hints.session,
             context_tokens=len(tokens),
             previous_reply_tokens=hints.previous_reply_tokens,
             share_counts=np.where(np.arange(len(keys)) < shared, hints.sharers, 1).tolist(),
+            turn=1 if any(part.reason == FIRST_TURN for part in after) else None,
             salt=hints.salt,
-        ) as turn:
+        )
+
+    def _write(self, tokens: Sequence[int], cache: Any, hints: RequestHints, after: Sequence[Part]) -> tuple[Part, ...]:
+        with self._begin(tokens, hints, after) as turn:
             slots = np.arange(len(turn.blocks))
             for layer in range(len(self._layers) if len(slots) else 0):
-                turn.write_layer(layer, self._pages(cache.layers[layer], turn.blocks), slots)
+                held = cache.layers[layer]
+                turn.write_layer(layer, self._pages((held.keys, held.values), turn.blocks), slots)
             turn.commit()
-        self._count(stored_blocks=sum(part.blocks for part in turn.parts))
         return turn.parts
 
-    def _pages(self, layer: Any, blocks: range) -> torch.Tensor:
+    def _pages(self, held: KeysValues, blocks: range) -> torch.Tensor:
         """(blocks, 2, kv_heads, block_tokens, head_dim): a copy, in the order of a plane's bytes."""
         tokens = slice(blocks.start * self._block_tokens, blocks.stop * self._block_tokens)
-        parts = [tensor[0, :, tokens].unflatten(1, (len(blocks), -1)) for tensor in (layer.keys, layer.values)]
+        parts = [tensor[0, :, tokens].unflatten(1, (len(blocks), -1)) for tensor in held]  # type: ignore[no-untyped-call]
         return torch.stack(parts).permute(2, 0, 1, 3, 4).contiguous()
 
     def _empty_cache(self) -> Any:
@@ -307,32 +417,6 @@ class TransformersEngine:
         output = self._model(input_ids=ids, use_cache=True, **{self._arguments[0]: cache}, **self._arguments[1])
         return int(output.logits[0, -1].argmax())
 
-    def _probe(self) -> tuple[torch.dtype, tuple[LayerShape, ...]]:
-        """Shapes as the model's own cache shows them after one token."""
-        from transformers.cache_utils import DynamicLayer
-
-        if self._model.training:
-            raise ValueError("the model is in training mode, where KV is random: call model.eval() first")
-        cache = self._empty_cache()
-        with torch.no_grad():
-            ids = torch.zeros((1, 1), dtype=torch.long, device=self._model.device)
-            self._model(input_ids=ids, use_cache=True, **{self._arguments[0]: cache})
-        shapes = []
-        dtypes = set()
-        for index, layer in enumerate(cache.layers):
-            keys: Any = getattr(layer, "keys", None)
-            values: Any = getattr(layer, "values", None)
-            if type(layer) is not DynamicLayer or keys is None or keys.dim() != 4 or keys.shape != values.shape:
-                raise ValueError(
-                    f"layer {index} of {type(self._model).__name__} keeps a {type(layer).__name__}: only plain caches of keys "
-                    "and values, equal in shape, can be stored block by block"
-                )
-            shapes.append(LayerShape(keys.shape[1], keys.shape[3], keys.device))
-            dtypes.add(keys.dtype)
-        if len(dtypes) != 1:
-            raise ValueError(f"KV of {type(self._model).__name__} is of {len(dtypes)} dtypes, not one")
-        return dtypes.pop(), tuple(shapes)
-
     def _say(self, verb: str, failure: str = "") -> None:
         """One log line when a verb begins to fail, not one a request: a daemon may be gone for hours. Counts tell the rest."""
         with self._lock:
@@ -344,30 +428,6 @@ class TransformersEngine:
     def _count(self, **counts: int) -> None:
         with self._lock:
             self._counts.update(counts)
-
-
-def weights_digest(model: Any) -> str:
-    """Tells models apart by their configuration and samples of every parameter: milliseconds, whatever their size."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in CONFIG_NOISE}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // SAMPLES_PER_PARAMETER)][: 2 * SAMPLES_PER_PARAMETER]
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(sample.to("cpu", torch.float64).numpy().tobytes())
-    return digest.hexdigest()[:32]
-
-
-def _forward_arguments(model: Any) -> tuple[str, dict[str, Any]]:
-    """How this model's forward calls its cache (transformers 5.2x renamed it), and what spares the prompt's other logits.
-
-    Raises: ValueError: it takes no cache, or it is no decoder.
-    """
-    names = inspect.signature(model.forward).parameters
-    cache = next((name for name in ("past_key_values", "cache") if name in names), None)
-    if cache is None or getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} is no causal LM with a cache that its caller may fill")
-    return cache, {"logits_to_keep": 1} if "logits_to_keep" in names else {}
 
 
 def _bytes_by_medium(hit: Hit, blocks: int) -> dict[str, int]:

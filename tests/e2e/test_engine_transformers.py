@@ -33,7 +33,8 @@ class Engine:
     def __init__(self, daemon, model):
         self.client = fc.connect(daemon.endpoint, timeout_s=5)
         self.model = model
-        self.engine = TransformersEngine(model, self.client, block_tokens=BLOCK)
+        # A conversation's turns here have two or three new blocks: some are stored beside their prefill, some after it.
+        self.engine = TransformersEngine(model, self.client, block_tokens=BLOCK, stream_blocks_min=3)
 
     def ask(self, prompt, **hints):
         return self.engine.generate(prompt, REPLY, RequestHints(**hints))

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import flatcake_client as fc
 from flatcake_client.engines.models import ModelShape, make_model
-from flatcake_client.engines.transformers import RequestHints, TransformersEngine, weights_digest
+from flatcake_client.engines.probing import weights_digest
+from flatcake_client.engines.transformers import RequestHints, TransformersEngine
 
 torch.set_num_threads(1)
 
@@ -127,6 +128,9 @@ def test_whatever_fails_is_computed_counted_and_logged(verb, error, caplog):
     if verb in ("lookup", "restore"):
         assert reply.restored.tokens == 0
         assert failures == (1, 0, 0)
+    elif verb == "wait_layer":
+        assert reply.restored.tokens == 0
+        assert stats.restores_cut == 1
     else:
         assert reply.stored == ()
         assert failures == ((0, 0, 1) if isinstance(error, fc.Overloaded) else (0, 1, 0))
