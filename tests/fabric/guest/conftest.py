@@ -31,7 +31,7 @@ def disk() -> Path:
     sh("modprobe", "-a", "nvme", "ext4", "nvmet", "nvmet-tcp", "nvme-tcp")
     if not (CONFIG / "nvmet").is_dir():
         sh("mount", "-t", "configfs", "config", str(CONFIG))
-    until(lambda: os.path.exists(DISK))
+    until(lambda: Path(DISK).exists())
     sh("mkfs.ext4", "-q", "-F", DISK)
     mounted = Path("/tmp/ssd")
     mounted.mkdir()

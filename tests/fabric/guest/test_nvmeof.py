@@ -99,7 +99,7 @@ def test_the_next_file_under_the_same_id_is_never_taken_for_the_one_leased(
     host.connect(NQN, TCP, 20)
     held = host.open(NQN, first, 20)
     target.withdraw(nsid)
-    os.unlink(disk / "b1")
+    (disk / "b1").unlink()
     target._last = nsid - 1  # make the id come again at once
     again, second = exported(target, disk / "b2")
     assert again == nsid
