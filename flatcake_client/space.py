@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 LAYOUTS_KEPT: Final = 1024  # geometries of segments by block count: some 3 KB each for 80 layers
 REPORT_TIMEOUT_S: Final = 1.0
+RELEASE_TIMEOUT_S: Final = 0.25  # an engine's thread waits for it; a lease that is not given back expires
 ABORT_AGAIN_S: Final = 2.0  # longer than a silent daemon is left alone
 
 
@@ -356,7 +357,8 @@ class Hit:
         connection = self._connection
         if mine and self.lease.lease_id and connection is not None and not connection.lost():
             with contextlib.suppress(FlatCakeError):
-                connection.rpc.release(connection.welcome, [self.lease.lease_id], self._client.timeout_s)
+                timeout_s = min(self._client.timeout_s, RELEASE_TIMEOUT_S)
+                connection.rpc.release(connection.welcome, [self.lease.lease_id], timeout_s)
 
     def __enter__(self) -> Self:
         return self

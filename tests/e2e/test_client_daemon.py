@@ -129,6 +129,19 @@ def test_stalled_daemon(tmp_path):
         hit.release()
 
 
+def test_giving_back_does_not_wait_for_a_stalled_daemon(tmp_path):
+    with Daemon(tmp_path) as daemon, connect(daemon, timeout_s=20) as client:
+        kv = Kv(client)
+        tokens = kv.tokens(1, 8)
+        kv.store(tokens)
+        with kv.space.lookup(kv.space.keys(tokens)) as hit:
+            assert hit.blocks == 8
+            daemon.signal(signal.SIGSTOP)
+            started = time.monotonic()
+        assert time.monotonic() - started < 5
+        daemon.signal(signal.SIGCONT)
+
+
 def test_a_client_that_dies_leaves_nothing(tmp_path):
     """SIGKILL at each step of a turn: never visible, and all given back."""
     with Daemon(tmp_path) as daemon, connect(daemon) as client:
