@@ -291,6 +291,7 @@ def settings_of(extra_config: dict[str, Any], plugin_name: str) -> dict[str, Any
     """Ours among LMCache's: `remote_storage_plugin.<name>.<setting>`. Raises: ValueError: one that is not known."""
     prefix = f"remote_storage_plugin.{plugin_name}."
     found = {key.removeprefix(prefix): value for key, value in extra_config.items() if key.startswith(prefix)}
+    found = {key: value for key, value in found.items() if "." not in key}  # those are of `<name>.<instance>`
     unknown = sorted(set(found) - set(SETTINGS) - set(FOREIGN_SETTINGS))
     if unknown:
         raise ValueError(f"unknown settings {unknown}: expected {list(SETTINGS)}")
