@@ -19,9 +19,9 @@ from flatcake_client.target import PlacedRun, Target
 from flatcake_client.verify import Verifier
 from flatcake_transport.errors import Corrupt, FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.layout import ALIGN_BYTES, align_up
-from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, MoverStats, Region, Transfer
+from flatcake_transport.mover import MemorySpan, Move, Mover, MoverStats, Region, Transfer
 from flatcake_transport.plan import FileRun, Piece, Step, one_by_one, plan_restore
-from flatcake_transport.window import OpenFile, ReadStream, StagingPool, Window, aligned_buffer
+from flatcake_transport.window import Readable, ReadStream, StagingPool, Window, aligned_buffer
 
 RETRIES_MAX: Final = 2  # of reads that fail together and succeed one by one
 
@@ -63,7 +63,7 @@ class FilePath:
         mover: Mover,
         memory: Mover,
         staging: StagingPool,
-        files: Callable[[float], Mapping[int, OpenFile]],
+        files: Callable[[float], Mapping[int, Readable]],
         verifier: Verifier | None,
         late: Callable[[], bool],
         *,
@@ -78,7 +78,7 @@ class FilePath:
         self._memory = memory
         self._staging = staging
         self._files_of = files
-        self._files: Mapping[int, OpenFile] = {}
+        self._files: Mapping[int, Readable] = {}
         self._verifier = verifier
         self._late = late
         self._gap_bytes_max = gap_bytes_max
@@ -287,7 +287,6 @@ class FilePath:
 
     def _read(self, file_id: int, offset: int, buffer: Any, timeout_s: float) -> None:
         """One read, now. Raises: Unavailable, TimeoutError."""
-        file = self._files[file_id]
-        source = FileSpan(file.fd, offset, len(buffer), file.direct)
+        source = self._files[file_id].span(offset, len(buffer))
         self._reads, self._bytes_read = self._reads + 1, self._bytes_read + len(buffer)
         self._mover.submit([Move(source, MemorySpan(buffer))]).wait(timeout_s)

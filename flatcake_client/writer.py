@@ -31,7 +31,7 @@ from flatcake_transport.checksum import granule_checksums
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.footer import CHECKSUM_NONE, CHECKSUM_XXH3
 from flatcake_transport.layout import SegmentLayout
-from flatcake_transport.mover import Checks, FileSpan, MemorySpan, Move, Mover, PagedSpan, Slots, Transfer
+from flatcake_transport.mover import Checks, MemorySpan, Move, Mover, PagedSpan, Slots, Transfer
 from flatcake_transport.paged import check_span, on_device
 from flatcake_transport.plan import WriteStep, plan_writes
 from flatcake_transport.space import SpaceSpec
@@ -300,7 +300,7 @@ class Turn:
             raise Unavailable(f"writes yielded to other traffic: {error}") from error
 
     def _submit(self, files: Mover, file: OpenFile, part: Part, step: WriteStep, data: Any) -> Transfer:
-        target = FileSpan(file.fd, part.file_offset + step.offset, step.size_bytes, file.direct)
+        target = file.span(part.file_offset + step.offset, step.size_bytes)
         transfer = files.submit([Move(MemorySpan(data), target)])
         self.transfers.append(transfer)
         return transfer

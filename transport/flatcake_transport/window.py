@@ -24,13 +24,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_transport.errors import FlatCakeError, Overloaded
-from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, Transfer
+from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, Span, Transfer
 from flatcake_transport.plan import Step
 
 if TYPE_CHECKING:
@@ -229,6 +229,15 @@ class OpenFile:
     fd: int
     direct: bool
 
+    def span(self, offset: int, size_bytes: int) -> FileSpan:
+        return FileSpan(self.fd, offset, size_bytes, self.direct)
+
+
+class Readable(Protocol):
+    """Whatever a stream reads from: an open file, or another node's memory."""
+
+    def span(self, offset: int, size_bytes: int) -> Span: ...
+
 
 class ReadStream:
     """Reads steps into the two halves of a window, one step ahead of the caller. For one thread at a time.
@@ -240,7 +249,7 @@ class ReadStream:
     def __init__(
         self,
         steps: Iterator[Step],
-        files: Mapping[int, OpenFile],
+        files: Mapping[int, Readable],
         mover: Mover,
         window: Window,
         *,
@@ -271,8 +280,7 @@ class ReadStream:
             half = self._window.halves[index]
             moves = []
             for read in step.reads:
-                file = self._files[read.file]
-                source = FileSpan(file.fd, read.offset, read.size_bytes, file.direct)
+                source = self._files[read.file].span(read.offset, read.size_bytes)
                 moves.append(Move(source, MemorySpan(half[read.target : read.target + read.size_bytes])))
             self._flying.append((step, index, self._mover.submit(moves)))
             self.reads += len(step.reads)
