@@ -66,7 +66,7 @@ class Contents:
         wrong = ((words[slots, :, :2] != stamps) | (words[slots, :, -2:] != stamps)).any(axis=(1, 2))
         flat, starts = pages.reshape(len(pages), -1), self._starts(keys)
         ends = STAMP_BYTES
-        for i in np.flatnonzero(keys[:, 1] % self._body_every == 0).tolist():
+        for i in np.flatnonzero(keys[:, 1].astype(np.int64) % self._body_every == 0).tolist():
             start = int(starts[i])
             held = flat[slots[i]].reshape(pages.shape[1:])[:, ends:-ends]
             meant = self._noise[start : start + self._block_bytes].reshape(pages.shape[1:])[:, ends:-ends]

@@ -48,7 +48,7 @@ class Device:
 
 
 def drop_caches() -> bool:
-    """Have the kernel forget what it has of files. Only root may; False: it did not."""
+    """Have the kernel forget what it has of files, everybody's. Only root may; False: it did not."""
     try:
         os.sync()
         _DROP.write_text("3\n")

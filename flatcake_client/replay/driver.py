@@ -157,9 +157,9 @@ class Run:
             self._pace(lambda planned: asking.submit(self._ask, planned, scheduler))
         finally:
             asking.shutdown()
+            scheduler.close()  # wakes workers that wait for a request
             for thread in workers:
                 thread.join()
-            scheduler.close()
             for _ in storing:
                 stores.put(None)
             for thread in storing:
@@ -286,6 +286,9 @@ class Run:
         end_s = record.prefill_began_s + tokens / self._engine.prefill_tokens_per_s
         self._stop.wait(max(0.0, end_s - self._now_s()))
         record.first_token_s = self._now_s()
+        with self._lock:
+            # What a cache without end that stores at once has from now on, whatever this system keeps of it.
+            self._stored.add(planned.numbers)
         return place
 
     def _keep(self, stores: queue.Queue[tuple[Planned, Slots, Slots] | None]) -> None:
@@ -305,9 +308,6 @@ class Run:
             if held is not None:
                 self._slots.give(held)
             self._areas.put(area)
-            with self._lock:
-                # What a cache without end would have now: everything, whatever this system kept of it.
-                self._stored.add(planned.numbers)
             if not self._stop.is_set():
                 self._finished(asked.number)
 

@@ -2,8 +2,9 @@
 
     ideal    a cache without end that stores at once: blocks that any request had that arrived before. A property of the
              trace; no cache can hit more, whatever the load
-    stored   a cache without end that stores as fast as the system did: blocks whose store had ended when the request
-             arrived. What is missing to `ideal` was still being computed or stored; a cache could not help it
+    stored   the same cache, but nobody can store what is not computed: blocks of requests whose prefill had ended when the
+             request arrived. This is the maximum that a system is measured against. What is missing to `ideal` was still
+             being computed, by requests that came shortly before
     oracle   a cache of a given size that always drops the session used again last of all. It knows the future
 
 Hits are prefixes: a block counts if it and all before it are there.

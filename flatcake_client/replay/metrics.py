@@ -33,7 +33,7 @@ class Record:
     blocks: int
     arrived_s: float = _NEVER
     ideal_blocks: int = 0
-    stored_blocks: int = 0  # the maximum of what had been stored by its arrival
+    stored_blocks: int = 0  # a cache without end would have had so many: what had been computed by its arrival
     found_blocks: int = 0
     found_ssd_bytes: int = 0
     found_memory_bytes: int = 0

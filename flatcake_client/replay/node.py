@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +22,6 @@ from flatcake_transport.errors import Unavailable
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 10.0
-SOCKET_PATH_MAX: Final = 90  # a unix socket's path has 107 bytes, and the handover's is longer by a few
 LOG_TAIL_CHARACTERS: Final = 2000
 _SERVE: Final = "from flatcake_server.cli import main; main()"
 
@@ -29,10 +30,10 @@ class Node:
     """Started when made; `close` ends it. Its log is `daemon.log` in the directory."""
 
     def __init__(self, directory: Path, options: Mapping[str, object]) -> None:
-        """Raises: ValueError: a path too long for a socket. Unavailable: it does not serve; with the end of its log."""
-        self._socket = directory.resolve() / "fc.sock"
-        if len(os.fsencode(self._socket)) > SOCKET_PATH_MAX:
-            raise ValueError(f"{self._socket} is too long for a socket: give a shorter --ssd-dir")
+        """Raises: Unavailable: it does not serve; with the end of its log."""
+        # Not in `directory`: a unix socket's path has 107 bytes at most.
+        self._sockets = Path(tempfile.mkdtemp(prefix="flatcake-replay-"))
+        self._socket = self._sockets / "fc.sock"
         ssd_path = directory / "ssd"
         ssd_path.mkdir(parents=True, exist_ok=True)
         self._log = directory / "daemon.log"
@@ -60,9 +61,10 @@ class Node:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         with fc.connect(self.endpoint, timeout_s=1.0, name="replay-probe") as client:
             while time.monotonic() < deadline_s and self._process.poll() is None:
-                client.open_space("replay-probe", "uint8", 1, [4096])
-                if client.stats().connected:
-                    return
+                if self._socket.exists():
+                    client.open_space("replay-probe", "uint8", 1, [4096])
+                    if client.stats().connected:
+                        return
                 time.sleep(0.02)
         tail = self._log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:].strip()
         raise Unavailable(f"the replay's daemon does not serve. Its log ends:\n{tail}")
@@ -76,3 +78,4 @@ class Node:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        shutil.rmtree(self._sockets, ignore_errors=True)

@@ -51,6 +51,7 @@ class Options:
     agent_context_tokens: int | None = None
     short_reply_tokens: int | None = None
     verify_all: bool = False
+    drop_caches: bool = False
     json_file: Path | None = None
     plot_dir: Path | None = None
     each_request: bool = False
@@ -88,7 +89,7 @@ def parse(arguments: Sequence[str]) -> Options:
         ssd_bytes=told.ssd_bytes, ssd_dir=told.ssd_dir, pages_bytes=told.pages_bytes,
         prefill_tokens_per_s=told.prefill_rate, workers=told.workers, prefetches=told.prefetches,
         timeout_s=told.timeout, agent_context_tokens=told.agent_context_tokens,
-        short_reply_tokens=told.short_reply_tokens, verify_all=told.verify_all, json_file=told.json,
+        short_reply_tokens=told.short_reply_tokens, verify_all=told.verify_all, drop_caches=told.drop_caches, json_file=told.json,
         plot_dir=told.plot, each_request=told.each_request,
     )  # fmt: skip
 
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefill-rate", metavar="N", type=float, default=700_000.0, help="tokens a second (default 700000)")
     add("--workers", metavar="N", type=int, default=1, help="prefills at once (default 1)")
     add("--timeout", metavar="DURATION", type=seconds, default=60.0, help="of a restore or store (default 60s)")
+    add("--drop-caches", action="store_true", help="empty the kernel's file cache before each load; only root may")
     add("--verify-all", action="store_true", help="compare every byte, not all stamps and one block in eight")
     group = parser.add_argument_group("report")
     add = group.add_argument

@@ -14,7 +14,7 @@ from flatcake_client.replay.sweep import FORMAT
 
 Document = Mapping[str, Any]
 HEADINGS: Final = (
-    "system", "load", "requests", "delivered hit", "stored then", "maximum", "TTFT mean", "TTFT p99", "prefetch mean",
+    "system", "load", "requests", "delivered hit", "maximum", "of the trace", "TTFT mean", "TTFT p99", "prefetch mean",
     "prefetch p99", "SSD read", "GB/s", "read ampl.", "cancelled", "lost", "rejected", "wrong", "errors",
 )  # fmt: skip
 
@@ -103,7 +103,7 @@ def headline(document: Document) -> str:
     return (
         f"{name_of(document)}: delivers {percent(min(run['delivered_hit'] for run in whole))} to "
         f"{percent(max(run['delivered_hit'] for run in whole))} of all tokens, at most {lacking:.2f} points below what had been "
-        f"stored by then; {cancelled} restores cancelled, {sum(run['wrong_blocks'] for run in whole)} wrong blocks"
+        f"computed by then; {cancelled} restores cancelled, {sum(run['wrong_blocks'] for run in whole)} wrong blocks"
     )
 
 

@@ -1,4 +1,4 @@
-"""The loads of one replay, one after the other: each with a fresh store, on an empty directory, with the kernel's cache dropped.
+"""The loads of one replay, one after the other: each with a fresh store, on an empty directory, with the kernel's cache dropped if so asked.
 
 What cannot work is said before anything runs: a budget that holds not even one request, a disk without room. The report is whole after
 each load, and after Ctrl-C: then `partial` is true and the run that was stopped counts what was done.
@@ -104,7 +104,7 @@ class Sweep:
                 options.memory_bytes, options.ssd_bytes, Path(at), workload.block_tokens, self._plane_bytes,
                 options.planes, pages,
             )  # fmt: skip
-            dropped = drop_caches()
+            dropped = options.drop_caches and drop_caches()
             system = self._open(budget)
             try:
                 count = options.prefetches or system.prefetches_max

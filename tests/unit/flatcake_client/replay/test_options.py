@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from flatcake_client.replay.options import parse
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a trace, or --profile"),
+        (["x", "--profile", "chat"], "one of the two"),
+        (["--profile", "nobody"], "unknown: choose claude-code, chat, api"),
+        (["x", "--system", "redis"], "choose flatcake, none, mooncake, lmcache, or give --adapter"),
+        (["x", "--ablation", "nothing"], "choose one-queue, eviction-layout, no-merge, window-of-one, memory-off"),
+        (["x", "--ablation", "one-queue", "--system", "none"], "of --system flatcake only"),
+        (["x", "--load", "1,two"], "write one like"),
+        (["x", "--load", "0"], "above 0"),
+        (["x", "--workers", "0"], "above 0"),
+        (["x", "--rate", "-1"], "above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_said(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parse(arguments)
+
+
+def test_sizes_and_durations_have_units(capsys):
+    options = parse(["x", "--ssd-bytes", "4GiB", "--dense", "1m30s", "--load", "0.5,2"])
+    assert (options.ssd_bytes, options.shaping.dense_s, options.loads) == (4 << 30, 90.0, (0.5, 2.0))
+    with pytest.raises(SystemExit):
+        parse(["x", "--ssd-bytes", "much"])
+    assert "is no size" in capsys.readouterr().err
+
+
+def test_an_adapter_names_its_system():
+    assert parse(["x", "--adapter", "somewhere/mine.py"]).system == "mine"
+    assert parse(["x", "--system", "mooncake", "--adapter", "a.py"]).system == "mooncake"
