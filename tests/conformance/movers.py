@@ -14,6 +14,7 @@ import pytest
 
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, PagedSpan, Region
+from flatcake_transport.remote import RemoteMemory, RemoteSpan
 
 PAGE = 4096
 
@@ -39,10 +40,18 @@ def aligned(data: np.ndarray) -> np.ndarray:
     return room[start : start + len(data)]
 
 
-def check_mover(setting: Setting, path: Path | None) -> None:
-    """All that holds for every mover. `path`: a directory for those that move files, None for those within memory."""
+def check_mover(
+    setting: Setting, path: Path | None, expose: Callable[[np.ndarray], RemoteMemory] | None = None
+) -> None:
+    """All that holds for every mover.
+
+    `path`: a directory for those that move files. `expose`: serves host bytes to a mover of remote memory. Neither: those
+    within memory.
+    """
     check_life(setting)
-    if path is None:
+    if expose is not None:
+        check_remote(setting, expose)
+    elif path is None:
         check_memory(setting)
         check_paged(setting)
     else:
@@ -178,3 +187,56 @@ def check_short_file(setting: Setting, path: Path) -> None:
     with pytest.raises(Unavailable):
         transfer.wait(30)
     mover.close()
+
+
+def check_remote(setting: Setting, expose: Callable[[np.ndarray], RemoteMemory]) -> None:
+    mover = setting.make()
+    content = random_bytes(6, 9 << 20)
+    memory = expose(content)
+    spans = [(0, 9 << 20), (0, 0), (7, 1), (12_345, 54_321), ((4 << 20) - 1, 2), ((9 << 20) - 1, 1), (PAGE, 8 << 20)]
+    targets = [setting.to(np.zeros(size, np.uint8)) for _, size in spans]
+    moves = [Move(RemoteSpan(memory, at, size), MemorySpan(t)) for (at, size), t in zip(spans, targets, strict=True)]
+    threads = [threading.Thread(target=lambda m=m: mover.submit([m]).wait(30)) for m in moves]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for (at, size), target in zip(spans, targets, strict=True):
+        assert np.array_equal(setting.back(target), content[at : at + size])
+    stats = mover.stats()
+    assert (stats.moves, stats.bytes_moved, stats.failures) == (len(spans), sum(size for _, size in spans), 0)
+    half = setting.to(np.zeros(3 << 20, np.uint8))  # into registered memory, and beside it nothing changes
+    mover.register(Region(address_of(half), len(half), "cpu", half))
+    mover.submit([Move(RemoteSpan(memory, 5, 1 << 20), MemorySpan(half[1 << 20 : 2 << 20]))]).wait(30)
+    assert np.array_equal(setting.back(half)[1 << 20 : 2 << 20], content[5 : (1 << 20) + 5])
+    assert not setting.back(half)[: 1 << 20].any()
+    assert not setting.back(half)[2 << 20 :].any()
+    written, before = random_bytes(7, 5 << 20), content.copy()
+    mover.submit([Move(MemorySpan(setting.to(written)), RemoteSpan(memory, 100, len(written)))]).wait(30)
+    before[100 : 100 + len(written)] = written
+    assert np.array_equal(content, before), "a put is in the peer's memory when it rests, and nowhere else"
+    check_remote_refusals(setting, mover, memory)
+    mover.close()
+
+
+def check_remote_refusals(setting: Setting, mover: Mover, memory: RemoteMemory) -> None:
+    page = MemorySpan(setting.to(np.zeros(PAGE, np.uint8)))
+    for move in (
+        Move(RemoteSpan(memory, 0, PAGE + 1), page),
+        Move(RemoteSpan(memory, -1, PAGE), page),
+        Move(RemoteSpan(memory, memory.size_bytes - PAGE + 1, PAGE), page),
+        Move(RemoteSpan(memory, 0, PAGE), RemoteSpan(memory, PAGE, PAGE)),
+        Move(page, page),
+        Move(RemoteSpan(memory, 0, PAGE), PagedSpan(np.zeros((1, PAGE)), np.array([0]), PAGE)),
+        Move(FileSpan(0, 0, PAGE), page),
+    ):
+        with pytest.raises(ValueError):
+            mover.submit([move])
+    frozen = np.zeros(PAGE, np.uint8)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="writable"):
+        mover.submit([Move(RemoteSpan(memory, 0, PAGE), MemorySpan(frozen))])
+
+
+def address_of(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())

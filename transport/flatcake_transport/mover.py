@@ -6,6 +6,7 @@ refuses others with `ValueError` at `submit`. All movers pass `check_mover` (tes
     file span   <-> memory span     posix, gds       bytes of a session file and a staging buffer
     memory span <-> memory span     memory           arena, staging buffer, device
     memory span <-> paged span      memory           scatter to, or gather from, an engine's paged slots
+    remote span <-> memory span     ucx              one-sided, between another node's memory and a staging buffer
 
 Errors of a move appear in `Transfer.wait`: `Unavailable` when bytes could not be moved (EIO, short read, ENOSPC), with the
 OSError chained; never a success that moved fewer bytes.
@@ -19,6 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flatcake_transport.remote import RemoteSpan
 
 Slots = NDArray[np.int64]
 
@@ -74,7 +77,7 @@ class PagedSpan:
         return len(self.slots) * self.plane_bytes
 
 
-Span = FileSpan | MemorySpan | PagedSpan
+Span = FileSpan | MemorySpan | PagedSpan | RemoteSpan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

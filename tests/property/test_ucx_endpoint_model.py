@@ -1,0 +1,158 @@
+"""An endpoint over a UCX of our own, which completes, fails and stays silent as Hypothesis likes.
+
+The law: a piece rests exactly once, and never while its request is open; after a failure nothing is posted, and once UCX has
+completed everything the endpoint has ended and every key was given back.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_void_p
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.movers import ucx_endpoint
+from flatcake_transport.movers.ucx_endpoint import Counts, Endpoint, Piece, UcxTransfer
+from flatcake_transport.movers.ucx_lib import ERR_CANCELED, IN_PROGRESS, OnEndpointError
+
+PEER_TIMEOUT_S = 5.0
+TOP = 1 << 64
+
+
+class FakeUcp:
+    """Requests are numbers; `open` has the status of each that was not freed yet."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, int] = {}
+        self.made = 0
+        self.rkeys = 0
+        self.posted: list[tuple[int, int]] = []
+        self.next_status = IN_PROGRESS
+        self.closing: int | None = None
+        self.closed = False
+
+    def text(self, status: int) -> str:
+        return f"status {status}"
+
+    def check(self, status: int, what: str) -> None:
+        if status:
+            raise Unavailable(what)
+
+    def _begin(self) -> Any:
+        status, self.next_status = self.next_status, IN_PROGRESS
+        if status != IN_PROGRESS:
+            return TOP + status if status else None
+        self.made += 1
+        self.open[self.made] = IN_PROGRESS
+        return self.made
+
+    def ep_create(self, *_: Any) -> int:
+        return 0
+
+    def get(self, _endpoint: Any, local: int, size: int, *_: Any) -> Any:
+        assert not self.closed
+        assert self.closing is None
+        self.posted.append((local, size))
+        return self._begin()
+
+    put = get
+
+    def ep_flush(self, *_: Any) -> Any:
+        assert not self.closed
+        return self._begin()
+
+    def rkey_unpack(self, _endpoint: Any, packed: bytes, _out: Any) -> int:
+        if packed == b"bad":
+            return -5
+        self.rkeys += 1
+        return 0
+
+    def rkey_destroy(self, _key: Any) -> None:
+        self.rkeys -= 1
+        assert self.rkeys >= 0
+
+    def ep_close(self, *_: Any) -> Any:
+        assert not self.closed
+        assert self.closing is None
+        pointer = None if not self.open else self._begin()
+        if pointer is None or pointer > self.made:  # also at once while requests are open, or with an error
+            self.closed = True
+        else:
+            self.closing = pointer
+        return pointer
+
+    def request_status(self, request: int) -> int:
+        return self.open[request]
+
+    def request_free(self, request: int) -> None:
+        assert self.open.pop(request) != IN_PROGRESS, "freed while it may touch memory"
+        if request == self.closing:
+            self.closed = True
+
+
+def make(ucp: FakeUcp) -> Endpoint:
+    return Endpoint(ucp, c_void_p(), 1, b"peer", OnEndpointError(lambda *_: None), Counts())  # type: ignore[arg-type]
+
+
+STEP = st.one_of(
+    st.tuples(st.just("add"), st.integers(1, 4), st.sampled_from([1 << 20, 4 << 20, 40 << 20]), st.booleans()),
+    st.tuples(st.just("complete"), st.integers(0, 20), st.sampled_from([0, -3])),
+    st.tuples(st.just("next"), st.sampled_from([0, -25])),
+    st.tuples(st.just("fail")),
+    st.tuples(st.just("cancel"), st.integers(0, 20)),
+    st.tuples(st.just("time"), st.floats(0.1, 4.0)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STEP, max_size=40))
+def test_every_piece_rests_once_and_only_after_its_request(steps: list[tuple[Any, ...]]) -> None:
+    ucp = FakeUcp()
+    endpoint, now_s = make(ucp), 0.0
+    transfers: list[UcxTransfer] = []
+    for step in steps:
+        match step:
+            case ("add", count, size, put):
+                transfer = UcxTransfer(count, None)
+                key = b"bad" if count == 4 and size == 1 << 20 and put else bytes([count])
+                pieces = [Piece(transfer, i, size, 0, key, None, False, put) for i in range(count)]
+                if not endpoint.failure:
+                    endpoint.add(pieces)
+                    transfers.append(transfer)
+            case ("complete", which, status):
+                running = sorted(request for request, state in ucp.open.items() if state == IN_PROGRESS)
+                if running and running[which % len(running)] != ucp.closing:
+                    ucp.open[running[which % len(running)]] = status
+            case ("next", status):
+                ucp.next_status = status
+            case ("fail",):
+                endpoint.fail("told so")
+            case ("cancel", which):
+                if transfers:
+                    transfers[which % len(transfers)].cancel()
+            case ("time", seconds):
+                now_s += seconds
+        endpoint.post(now_s)
+        endpoint.reap(now_s)
+        if endpoint.silent(now_s, PEER_TIMEOUT_S):
+            endpoint.fail("silent")
+        flying = sum(piece.size_bytes for _, piece in endpoint._flying)
+        assert flying <= ucx_endpoint.FLYING_BYTES_MAX or len(endpoint._flying) == 1
+        assert {request for request, _ in endpoint._flying} == set(ucp.open) - {ucp.closing}
+        for transfer in transfers:
+            open_pieces = [p for _, p in endpoint._flying if p.transfer is transfer]
+            open_pieces += [p for p in endpoint._waiting if p.transfer is transfer]
+            assert transfer.done() == (not open_pieces)
+            assert transfer._left == len(open_pieces)
+    endpoint.fail("the end")
+    assert not endpoint._waiting
+    for request in ucp.open:
+        ucp.open[request] = ERR_CANCELED
+    endpoint.reap(now_s)
+    assert endpoint.ended
+    assert ucp.closed
+    assert not ucp.open
+    assert ucp.rkeys == 0
+    assert all(transfer.done() for transfer in transfers)

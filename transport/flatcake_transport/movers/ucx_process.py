@@ -1,0 +1,189 @@
+"""Serves shared memory to peers, in a process that may die.
+
+    daemon --memfds--> child: maps them, registers them, sleeps in UCX --one line--> daemon: what peers need to read them
+
+Why not in the daemon. Over TCP, UCX answers a get in the serving process, and when the peer dies between its request and our
+answer UCX calls abort() (`ucp_get_req_handler`: seen in 1.13.1 and 1.22.0, in one of some 20 peers killed with gets under way;
+tests/fault/test_ucx_process.py). And it reads, and writes, whatever address the request names: no key is compared. So the process
+that answers has nothing but the memory that peers may read, mapped read-only where the card allows it, and an environment of
+UCX's variables only. When it dies it is started again, with a new worker address: gets under way are misses, and whoever asks
+the daemon next is told the new one.
+
+The child ends when its standard input does, so with the daemon, however that ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.movers.ucx_lib import CHOICE
+from flatcake_transport.movers.ucx_server import UcxServer
+from flatcake_transport.movers.ucx_worker import PEER_TIMEOUT_S
+from flatcake_transport.remote import RemoteMemory, unseal_memory
+
+START_TIMEOUT_S: Final = 60.0  # registering a large arena with a card pins every page of it
+RESTART_S: Final = 0.1  # before a child that died at once is started again; doubled up to RESTART_S_MAX
+RESTART_S_MAX: Final = 10.0
+_STARTED: Final = b"serving: "
+_KEPT_VARIABLES: Final = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", CHOICE)
+
+log = logging.getLogger(__name__)
+
+
+class UcxProcess:
+    """A child that serves memory by file descriptor. Thread-safe.
+
+    Args:
+        regions: (descriptor of a memfd, size in bytes), e.g. the arena and the bounce windows; borrowed until `close`.
+        options: UCX options without the prefix, e.g. {"NET_DEVICES": "eth0", "TCP_PORT_RANGE": "7452-7460"}.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[tuple[int, int]],
+        *,
+        options: Mapping[str, str] | None = None,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+    ) -> None:
+        """Raises: Unavailable: the child does not start; the message has what it said."""
+        self._regions = list(regions)
+        self._order = json.dumps([self._regions, dict(options or {}), peer_timeout_s])
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._memories: tuple[RemoteMemory, ...] = ()
+        self._restarts = 0
+        self._child = self._start()
+        self._watcher = threading.Thread(target=self._watch, name="flatcake-ucx-process", daemon=True)
+        self._watcher.start()
+
+    @property
+    def restarts(self) -> int:
+        return self._restarts
+
+    def memories(self) -> tuple[RemoteMemory, ...]:
+        """What peers are to be told, in the order of `regions`. Raises: Unavailable: the child is being started again."""
+        with self._lock:
+            if not self._memories:
+                raise Unavailable("the process that serves memory to peers is not running")
+            return self._memories
+
+    def close(self) -> None:
+        """End the child. Peers get errors from here on. Twice is fine."""
+        with self._lock:
+            self._closed.set()
+            child, self._memories = self._child, ()
+        child.kill()
+        self._watcher.join()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        kept = {k: v for k, v in os.environ.items() if k.startswith("UCX_") or k in _KEPT_VARIABLES}
+        kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        child = subprocess.Popen(
+            [sys.executable, "-m", __name__, self._order],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,  # nothing of what it says may lie in a buffer while we wait for it
+            env=kept,
+            pass_fds=[fd for fd, _ in self._regions],
+        )
+        said = b""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        assert child.stdout is not None
+        while select.select([child.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+            heard = child.stdout.read(4096)
+            said += heard
+            line = next((line for line in said.splitlines(keepends=True) if line.startswith(_STARTED)), b"")
+            if line.endswith(b"\n"):
+                words = line.removeprefix(_STARTED).decode().split()
+                with self._lock:
+                    self._memories = tuple(unseal_memory(bytes.fromhex(word)) for word in words)
+                return child
+            if not heard:
+                break
+        _end(child)
+        raise Unavailable(
+            f"the process that serves memory to peers does not start: {said.decode(errors='replace').strip()[-500:]}"
+        )
+
+    def _watch(self) -> None:
+        """Start the child again when it dies."""
+        wait_s = RESTART_S
+        while True:
+            child, started_s = self._child, time.monotonic()
+            assert child.stdout is not None
+            last = b""
+            for line in child.stdout:  # until it ends; read, so that it never waits for a full pipe
+                last = line.strip() or last
+            _end(child)
+            with self._lock:
+                self._memories = ()
+                if self._closed.is_set():
+                    return
+            log.warning(
+                f"the process that serves memory to peers ended with {child.returncode}, last words: {last.decode(errors='replace')}"
+            )
+            wait_s = RESTART_S if time.monotonic() - started_s > RESTART_S_MAX else min(2 * wait_s, RESTART_S_MAX)
+            while not self._revived(wait_s):
+                wait_s = min(2 * wait_s, RESTART_S_MAX)
+                if self._closed.is_set():
+                    return
+
+    def _revived(self, wait_s: float) -> bool:
+        if self._closed.wait(wait_s):
+            return False
+        try:
+            child = self._start()
+        except (Unavailable, OSError):
+            return False
+        with self._lock:
+            self._child = child
+            self._restarts += 1
+            if self._closed.is_set():
+                child.kill()
+        return True
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
+    child.wait()
+
+
+def _mapped(fd: int, size_bytes: int, protection: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, protection), np.uint8)
+
+
+def main(order: str) -> None:
+    """The child. `order`: regions, options and peer timeout, as the parent wrote them."""
+    regions, options, peer_timeout_s = json.loads(order)
+    server = UcxServer(options=options, peer_timeout_s=peer_timeout_s)
+    sealed = []
+    for fd, size_bytes in regions:
+        try:
+            memory = server.expose(_mapped(fd, size_bytes, mmap.PROT_READ))
+        except Unavailable:  # a card that registers no read-only memory
+            memory = server.expose(_mapped(fd, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
+        sealed.append(memory.sealed().hex())
+    print(_STARTED.decode() + " ".join(sealed), flush=True)  # noqa: T201 - the line that the parent waits for
+    sys.stdin.read()
+    server.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
