@@ -1,6 +1,9 @@
-"""Bytes from session files into an engine's slots. See `restore.py` for what both paths keep to.
+"""Bytes from session files, or from another node's memory, into an engine's slots. See `restore.py` for what paths keep to.
 
     file --read ahead--> window half --check--> slots        one half is scattered while the other fills
+
+What is read from is named by `placed.run.file_id`; another node's arena is file 0 of that node. A path has a lease: when
+another node's has ended, its blocks are cut off and those of this node are still brought.
 
 A half is trusted when the lease was alive after its reads landed, and, where checksums are asked for, when its granules agree:
 from then on it is ours, whatever happens to the file. When the reads of a half fail, they and then the pieces in
@@ -127,6 +130,27 @@ class FilePath:
         if self.layers_done == self._progress.layers:
             self.close()
 
+    def keep_lease(self, timeout_s: float) -> None:
+        """Renew the lease if it is time; when it has ended, nothing of this path can be had any more."""
+        if self.layers_done < self._progress.layers:
+            self._lease.keep(timeout_s)
+            if not self._lease.alive():
+                self._fail(Unavailable("the lease at the other node has ended: its bytes may be gone"))
+
+    @property
+    def renew_in_s(self) -> float:
+        return self._lease.renew_in_s
+
+    def land(self) -> None:
+        """Nothing of this path is on its way into the engine's memory but within `step`."""
+        self.close()
+
+    def _fail(self, error: FlatCakeError) -> None:
+        if self._runs:
+            self._progress.cut(self._runs[0].position, error)
+        self.close()
+        self._runs, self.layers_done = [], self._progress.layers
+
     def close(self) -> None:
         """Give the window back; reads under way land in it first, by themselves."""
         if self._stream is not None:
@@ -163,7 +187,7 @@ class FilePath:
         wanted = [
             FileRun(
                 placed.run.file_id,
-                placed.run.file_offset,
+                placed.offset,
                 placed.layout,
                 placed.first_block,
                 self._progress.wanted(placed.position, placed.blocks),
@@ -201,7 +225,7 @@ class FilePath:
                 for piece, blocks in pieces:
                     self._progress.put(self._base + piece.layer, piece.position, blocks)
         except Unavailable as error:
-            self._progress.stop(error)
+            self._fail(error)
             return
         self.layers_done = self._base + step.layers_done
 
@@ -264,7 +288,7 @@ class FilePath:
     def _learn(self, verifier: Verifier, window: Window, timeout_s: float) -> bool:
         """Read the footers of the runs. False: not in time."""
         for placed in self._runs:
-            size, offset = placed.footer_bytes, placed.run.file_offset + placed.layout.data_bytes
+            size, offset = placed.footer_bytes, placed.offset + placed.layout.data_bytes
             try:
                 if verifier.knows(placed):
                     verifier.learn(placed)

@@ -109,6 +109,10 @@ class MemoryPath:
         if self._flying:
             self._land_one()
 
+    def moving(self) -> list[Transfer]:
+        """Copies into the engine's memory are waited for: none outlives `land`."""
+        return []
+
     def land(self) -> None:
         """Wait for the copies under way; none is begun any more."""
         while self._flying:

@@ -1,8 +1,8 @@
 """A hit, brought into the engine's slots layer by layer, driven by its caller.
 
 `wait_layer(l)` pumps until layer l is in place; what is read ahead meanwhile lands in staging (a window of two halves), so the
-caller may compute on layer l while layer l+1 is on its way. Two paths work side by side, arena and files (memory_path.py,
-file_path.py). What both keep to:
+caller may compute on layer l while layer l+1 is on its way. Paths work side by side: this node's arena (memory_path.py), its
+files, and each medium of each other node that a hit lies on (file_path.py). What all keep to:
 
 - Layers come in order, a bounded piece at a time. A full staging pool makes the next read wait; nothing is cancelled for it.
 - A block is reported only if all its layers were copied while the lease was alive; what fails cuts off its block and
@@ -30,15 +30,16 @@ from flatcake_client.lease import Lease
 from flatcake_client.memory_path import JOB_BYTES, MemoryPath
 from flatcake_client.progress import DEADLINE, Progress
 from flatcake_client.records import Run
-from flatcake_client.target import PlacedRun, Target, place_runs
+from flatcake_client.target import PlacedRun, Target, place_runs, split_runs
 from flatcake_client.verify import Verifier
+from flatcake_transport.address import Medium
 from flatcake_transport.errors import Corrupt, Unavailable
 from flatcake_transport.layout import SegmentLayout
 from flatcake_transport.mover import Mover, PagedSpan, Slots, Transfer
 from flatcake_transport.paged import check_span
 from flatcake_transport.plan import GAP_BYTES_MAX
 from flatcake_transport.space import SpaceSpec
-from flatcake_transport.window import OpenFile, StagingPool
+from flatcake_transport.window import Readable, StagingPool
 
 
 class RestoreUnavailable(Unavailable):
@@ -74,6 +75,19 @@ class ReadTools:
     job_bytes: int = JOB_BYTES
 
 
+class RemoteSource(Protocol):
+    """What a restore needs of another node that a hit lies on, for one medium there."""
+
+    node_id: int
+    medium: Medium
+    lease: Lease
+    verify: bool
+    tools: ReadTools
+
+    def files(self, timeout_s: float) -> Mapping[int, Readable]: ...
+    def report_corrupt(self, segments: Sequence[int]) -> None: ...
+
+
 class HitSource(Protocol):
     """What a restore needs of its hit. Calls take a timeout in seconds and raise Unavailable."""
 
@@ -84,10 +98,11 @@ class HitSource(Protocol):
     keys: KeyArray
     lease: Lease
     verify: bool
+    remote: Sequence[RemoteSource]  # runs that lie there are brought from there; all others are this node's
 
     def layout_of(self, blocks: int) -> SegmentLayout: ...
     def arena(self, timeout_s: float) -> NDArray[np.uint8]: ...
-    def files(self, timeout_s: float) -> Mapping[int, OpenFile]: ...
+    def files(self, timeout_s: float) -> Mapping[int, Readable]: ...
     def report_corrupt(self, segments: Sequence[int]) -> None: ...
 
 
@@ -122,25 +137,30 @@ class Restore:
         planes = range(hit.shard * spec.layers, (hit.shard + 1) * spec.layers)
         _check_target(target, slot_array, spec)
         self._progress = Progress(spec.layers, end_block - first_block)
-        placed = place_runs(hit.runs, first_block, end_block, hit.layout_of)
-        in_memory = [run for run in placed if not run.run.file_id]
-        on_files = [run for run in placed if run.run.file_id]
-        self._bytes = {"memory": _useful_bytes(in_memory, spec), "ssd": _useful_bytes(on_files, spec)}
-        verifier = None
-        if hit.verify:
-            keys = hit.keys[first_block:end_block]
-            verifier = Verifier(spec, hit.shard, keys, hit.lease, hit.report_corrupt)
         # Not a method of ours: with no circle, the engine's arrays are let go with us, and need no collection.
         late = lambda: now_s() >= deadline_s  # noqa: E731
         aim = Target(tuple(target), slot_array, planes)
+        keys = hit.keys[first_block:end_block]
+        placed = place_runs(hit.runs, first_block, end_block, hit.layout_of)
+        self._bytes = {medium.name.lower(): _useful_bytes(placed, spec, medium) for medium in Medium}
+
+        def path(runs: Sequence[PlacedRun], source: HitSource | RemoteSource, tools: ReadTools) -> FilePath:
+            verifier = _verifier(source, spec, hit.shard, keys)
+            return FilePath(
+                runs, aim, self._progress, source.lease, tools.files, tools.memory, tools.staging, source.files,
+                verifier, late, gap_bytes_max=tools.gap_bytes_max, halves=tools.halves,
+            )  # fmt: skip
+
+        self._remote: list[FilePath] = []
+        for source in hit.remote:
+            there, placed = split_runs(placed, source.node_id, source.medium)
+            self._remote.append(path(there, source, source.tools))
         self._memory = MemoryPath(
-            in_memory, aim, self._progress, hit.lease, tools.memory, hit.arena, verifier, late,
-            job_bytes=tools.job_bytes,
+            [run for run in placed if not run.run.file_id], aim, self._progress, hit.lease, tools.memory, hit.arena,
+            _verifier(hit, spec, hit.shard, keys), late, job_bytes=tools.job_bytes,
         )  # fmt: skip
-        self._files = FilePath(
-            on_files, aim, self._progress, hit.lease, tools.files, tools.memory, tools.staging, hit.files, verifier,
-            late, gap_bytes_max=tools.gap_bytes_max, halves=tools.halves,
-        )  # fmt: skip
+        self._files = path([run for run in placed if run.run.file_id], hit, tools)
+        self._paths: tuple[FilePath | MemoryPath, ...] = (self._files, *self._remote, self._memory)
         self._closed = False
 
     def wait_layer(self, layer: int) -> None:
@@ -173,7 +193,9 @@ class Restore:
     @property
     def stats(self) -> RestoreStats:
         with self._lock:
-            return RestoreStats(self._files.reads, self._files.bytes_read, dict(self._bytes))
+            files = (self._files, *self._remote)
+            reads, bytes_read = sum(path.reads for path in files), sum(path.bytes_read for path in files)
+            return RestoreStats(reads, bytes_read, dict(self._bytes))
 
     def close(self) -> None:
         """Bring no more. Copies into the engine's memory have landed when this returns. Twice is fine.
@@ -189,7 +211,7 @@ class Restore:
 
     def moving(self) -> list[Transfer]:
         """Reads into staging that have not come to rest: the hit's descriptors stay open until they do."""
-        return self._files.moving()
+        return [transfer for path in self._paths for transfer in path.moving()]
 
     def __enter__(self) -> Self:
         return self
@@ -199,27 +221,29 @@ class Restore:
 
     def _pump(self, layer: int) -> None:
         """Bring pieces until the layer is in place. After a failure: all that can be had, to know what is usable."""
-        memory, files, progress, lease = self._memory, self._files, self._progress, self._hit.lease
+        progress, lease = self._progress, self._hit.lease
         while not self._closed:
             wanted = layer if progress.failure is None else progress.layers - 1
             if progress.over or self._done(wanted):
                 break
             lease.keep(self._left_s())
+            for path in self._remote:
+                path.keep_lease(self._left_s())
             left_s = self._left_s()
             if left_s <= 0:
                 progress.stop(Unavailable(DEADLINE))
             elif not lease.alive():
                 progress.stop(Unavailable("the lease on the hit has ended: its bytes may be gone"))
             else:
-                wait_s = min(left_s, lease.renew_in_s)
-                memory.ahead(wait_s)
-                files.ahead(wait_s)
-                (files if files.layers_done <= memory.layers_done else memory).step(wait_s)
+                wait_s = min(left_s, lease.renew_in_s, *(path.renew_in_s for path in self._remote))
+                for each in self._paths:
+                    each.ahead(wait_s)
+                min(self._paths, key=lambda path: path.layers_done).step(wait_s)
         if progress.over or self._done(progress.layers - 1):
             self._finish()
 
     def _done(self, layer: int) -> bool:
-        return min(self._memory.layers_done, self._files.layers_done) > layer
+        return min(path.layers_done for path in self._paths) > layer
 
     def _left_s(self) -> float:
         return self._deadline_s - self._now_s()
@@ -227,8 +251,8 @@ class Restore:
     def _finish(self) -> None:
         if not self._closed:
             self._closed = True
-            self._memory.land()
-            self._files.close()
+            for each in self._paths:
+                each.land()
             self._ended(self)
 
     def _incomplete(self) -> RestoreUnavailable | RestoreCorrupt:
@@ -267,5 +291,9 @@ def _check_target(target: Sequence[Any], slots: Slots, spec: SpaceSpec) -> None:
             raise ValueError(f"layer {layer} of the target is read-only")
 
 
-def _useful_bytes(placed: Sequence[PlacedRun], spec: SpaceSpec) -> int:
-    return sum(run.blocks for run in placed) * sum(spec.plane_bytes)
+def _verifier(source: HitSource | RemoteSource, spec: SpaceSpec, shard: int, keys: KeyArray) -> Verifier | None:
+    return Verifier(spec, shard, keys, source.lease, source.report_corrupt) if source.verify else None
+
+
+def _useful_bytes(placed: Sequence[PlacedRun], spec: SpaceSpec, medium: Medium) -> int:
+    return sum(run.blocks for run in placed if run.run.segment.medium is medium) * sum(spec.plane_bytes)

@@ -24,7 +24,7 @@ from flatcake_client.keys import KeyArray, chain_keys, check_keys, foreign_keys,
 from flatcake_client.lease import Lease
 from flatcake_client.linger import Pause
 from flatcake_client.records import Found, Grant, Run, TurnHints
-from flatcake_client.restore import Restore
+from flatcake_client.restore import RemoteSource, Restore
 from flatcake_client.rpc import Stale, Unknown
 from flatcake_client.writer import Turn
 from flatcake_transport.errors import FlatCakeError, Unavailable
@@ -33,7 +33,7 @@ from flatcake_transport.layout import SegmentLayout, segment_layout
 from flatcake_transport.mover import Transfer
 from flatcake_transport.paged import device_of
 from flatcake_transport.space import SpaceSpec
-from flatcake_transport.window import OpenFile
+from flatcake_transport.window import OpenFile, Readable
 
 if TYPE_CHECKING:
     from flatcake_client.client import Client
@@ -282,6 +282,7 @@ class Hit:
         # What the footers are compared with later must not change with an array of the caller's.
         self.keys = keys[: self.blocks].copy() if keys.flags.writeable else keys[: self.blocks]
         self.failure = failure
+        self.remote: Sequence[RemoteSource] = ()
         self.verify = connection is not None and connection.welcome.verify == "all"
         self.lease = Lease(
             found.lease_id if found else 0,
@@ -371,7 +372,7 @@ class Hit:
     def arena(self, timeout_s: float) -> NDArray[np.uint8]:
         return self._client.arena(self._reachable(), timeout_s)
 
-    def files(self, timeout_s: float) -> Mapping[int, OpenFile]:
+    def files(self, timeout_s: float) -> Mapping[int, Readable]:
         # Once, also where two restores ask at the same time: they share the descriptors, and these close with the hit.
         if not self._lock.acquire(timeout=max(0.0, timeout_s)):
             raise Unavailable("another restore of the hit is being handed the descriptors")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatcake_client.records import Run
+from flatcake_transport.address import Medium
 from flatcake_transport.layout import SegmentLayout
 from flatcake_transport.mover import PagedSpan, Slots
 
@@ -28,6 +29,11 @@ class PlacedRun:
     @property
     def footer_bytes(self) -> int:
         return self.run.segment_bytes - self.layout.data_bytes
+
+    @property
+    def offset(self) -> int:
+        """Of the segment in what its bytes are read from: its file, or its node's arena."""
+        return self.run.file_offset if self.run.file_id else self.run.segment.offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,3 +61,13 @@ def place_runs(
             placed.append(PlacedRun(run, layout_of(run.segment_blocks), within, end - first, first - first_block))
         start += run.blocks
     return placed
+
+
+def split_runs(placed: Sequence[PlacedRun], node_id: int, medium: Medium) -> tuple[list[PlacedRun], list[PlacedRun]]:
+    """Those that lie on a medium of a node, and the others."""
+    there: list[PlacedRun] = []
+    others: list[PlacedRun] = []
+    for each in placed:
+        segment = each.run.segment
+        (there if segment.node == node_id and segment.medium is medium else others).append(each)
+    return there, others

@@ -39,6 +39,7 @@ class FakeHit:
     reported: list[int] = field(default_factory=list)
     opened: dict[int, OpenFile] = field(default_factory=dict)
     lost: bool = False
+    remote: list = field(default_factory=list)  # restore.RemoteSource
 
     def __post_init__(self) -> None:
         self.spec = self.chain.spec
