@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ClientStats:
-    """Counts since `connect`; `turns_begun` are those stored, committed, failed, aborted or still open."""
+    """Counts since `connect`; `turns_begun` are those stored, committed, failed, yielded, aborted or still open."""
 
     connected: bool
     incarnation: str
@@ -69,6 +69,7 @@ class ClientStats:
     turns_stored: int  # everything was stored already
     turns_committed: int
     turns_failed: int
+    turns_yielded: int  # dropped: their writes waited too long, for reads or for the disk
     turns_aborted: int
     movers: dict[str, MoverStats]
     staging: dict[str, StagingStats]

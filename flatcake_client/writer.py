@@ -8,7 +8,8 @@ memory they cost 15 to 25 % of a store, so they are left out where nobody would 
 is held only while bytes move: a turn that waits for the engine's next layer holds none.
 
 - A write that fails is remembered; the turn then writes no more, and `commit` raises and tells the daemon to seal the file.
-- Writes are dropped when staging is short, never reads: their staging is apart.
+- Writes wait for reads (movers/precedence.py) and for staging of their own; a turn whose writes waited until a deadline is dropped
+  and counted as yielded. No read waits for a write, or ends for one.
 - The daemon may reuse a turn's space as soon as we commit or give up, so neither is said before all our writes rest.
 """
 
@@ -47,6 +48,10 @@ class WriteTools:
     files: Mover
     memory: Mover
     staging: StagingPool
+
+
+class Yielded(Unavailable):
+    """A turn was dropped: its writes waited for reads, for other writes or for the disk, until the deadline."""
 
 
 class TurnHome(Protocol):
@@ -213,7 +218,8 @@ class Turn:
             with contextlib.suppress(FlatCakeError):
                 if self._grant.turn_id:
                     self._home.abort(self._grant.turn_id, failure, ABORT_TIMEOUT_S)
-            self._home.ended("failed" if self._failure else "aborted")
+            dropped = isinstance(self._failure, Yielded) and not self._torn
+            self._home.ended("yielded" if dropped else "failed" if self._failure else "aborted")
 
         self._home.when_rested(self.transfers, give_back)
 
@@ -229,7 +235,7 @@ class Turn:
                     moving.append(transfer)
             except TimeoutError:
                 moving.append(transfer)
-                self._failure = self._failure or Unavailable("the turn's writes did not land in time")
+                self._failure = self._failure or Yielded("the turn's writes did not land in time")
             except Unavailable as error:
                 self._failure = self._failure or error
                 self._torn = True
@@ -293,11 +299,11 @@ class Turn:
         return np.concatenate(sums)
 
     def _open_window(self, staging: StagingPool, deadline_s: float) -> Window:
-        """A window whose writes have landed. Raises: Unavailable: other writes had them all until the deadline."""
+        """A window whose writes have landed. Raises: Yielded: other writes had them all until the deadline."""
         try:
             return staging.open_window(deadline_s - self._now_s())
         except Overloaded as error:
-            raise Unavailable(f"writes yielded to other traffic: {error}") from error
+            raise Yielded(f"writes yielded to other traffic: {error}") from error
 
     def _submit(self, files: Mover, file: OpenFile, part: Part, step: WriteStep, data: Any) -> Transfer:
         target = file.span(part.file_offset + step.offset, step.size_bytes)

@@ -158,3 +158,42 @@ def test_what_is_larger_than_the_gate_passes_alone() -> None:
     gate.leave(50)
     thread.join(30)
     assert gate._free == 9
+
+
+def test_the_gate_lets_a_read_pass_the_writes_that_wait() -> None:
+    gate, order = ByteGate(10), []
+    gate.enter(10)
+
+    def enter(name: str, size: int, yields: bool) -> None:
+        gate.enter(size, yields=yields)
+        order.append(name)
+
+    threads = []
+    for waiting, (name, size, yields) in enumerate([("write", 10, True), ("read", 6, False)]):
+        threads.append(threading.Thread(target=enter, args=(name, size, yields), daemon=True))
+        threads[-1].start()
+        while len(gate._waiting) <= waiting:
+            threading.Event().wait(0.001)
+    gate.leave(10)
+    threads[1].join(30)
+    assert order == ["read"]
+    enter("small read", 4, False)  # beside the other one, before the write
+    gate.leave(6)
+    gate.leave(4)
+    threads[0].join(30)
+    assert order == ["read", "small read", "write"]
+
+
+def test_threads_take_reads_before_writes() -> None:
+    workers, go, order = Workers("test", 1), threading.Event(), []
+    workers.share(Batch([lambda: go.wait(30)]), 1)
+    batches = []
+    for number in range(3):
+        for name, yields in ((f"write {number}", True), (f"read {number}", False)):
+            batches.append(Batch([lambda name=name: order.append(name)]))
+            workers.share(batches[-1], 1, yields=yields)
+    go.set()
+    for batch in batches:
+        batch.wait(30)
+    assert order == ["read 0", "read 1", "read 2", "write 0", "write 1", "write 2"]
+    workers.close()

@@ -14,10 +14,10 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from flatcake_transport.errors import FlatCakeError, Unavailable
+from flatcake_transport.movers.precedence import ReadsFirst
 
 Task = Callable[[], None]
 
@@ -85,7 +85,7 @@ class Batch:
 
 
 class ByteGate:
-    """Bounds the bytes in flight, first come first served. Thread-safe.
+    """Bounds the bytes in flight; reads before writes, then first come first served. Thread-safe.
 
     Without it all of two batches would be in flight at once and land together, and the device would idle while both are
     used; with it the first batch lands while the second is behind it.
@@ -94,9 +94,9 @@ class ByteGate:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = self._free = bytes_max
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[int, threading.Lock]] = deque()
+        self._waiting: ReadsFirst[tuple[int, threading.Lock]] = ReadsFirst()
 
-    def enter(self, size_bytes: int) -> None:
+    def enter(self, size_bytes: int, *, yields: bool = False) -> None:
         """Wait for room. What is larger than the bound passes alone."""
         with self._lock:
             if not self._waiting and self._fits(size_bytes):
@@ -104,20 +104,35 @@ class ByteGate:
                 return
             turn = threading.Lock()
             turn.acquire()
-            self._waiting.append((size_bytes, turn))
-        turn.acquire()  # `leave` gives our bytes and releases it
+            self._waiting.append((size_bytes, turn), yields=yields)
+            self._admit()  # a small read may fit where the write before it does not
+        turn.acquire()  # `_admit` gives our bytes and releases it
 
     def leave(self, size_bytes: int) -> None:
         """Give back what `enter` took, and let in those it holds up."""
         with self._lock:
             self._free += size_bytes
-            while self._waiting and self._fits(self._waiting[0][0]):
-                size_bytes, turn = self._waiting.popleft()
-                self._free -= size_bytes
-                turn.release()
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._fits(self._waiting.first()[0]):
+            size_bytes, turn = self._waiting.popleft()
+            self._free -= size_bytes
+            turn.release()
 
     def _fits(self, size_bytes: int) -> bool:
         return size_bytes <= self._free or self._free == self._bytes_max
+
+
+class _Shared:
+    """What threads take work from: a token a batch and thread, and the batches."""
+
+    __slots__ = ("batches", "lock", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.batches: ReadsFirst[Batch] = ReadsFirst()
+        self.lock = threading.Lock()
 
 
 class Workers:
@@ -132,14 +147,14 @@ class Workers:
             raise ValueError(f"{name} with {threads} threads: expected 0 or more")
         self._name = name
         self._count = threads
-        self._queue: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._shared = _Shared()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._stop = weakref.finalize(self, _stop, self._queue, threads)
+        self._stop = weakref.finalize(self, _stop, self._shared, threads)
 
-    def share(self, batch: Batch, threads: int) -> None:
-        """Let up to `threads` threads work on a batch; it is begun after the batches before it.
+    def share(self, batch: Batch, threads: int, *, yields: bool = False) -> None:
+        """Let up to `threads` threads work on a batch; it is begun after the batches before it, and a write after reads.
 
         Raises: Unavailable: closed.
         """
@@ -149,11 +164,13 @@ class Workers:
             if not self._threads and threads > 0:
                 for i in range(self._count):
                     name = f"flatcake-{self._name}-{i}"
-                    thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
+                    thread = threading.Thread(target=_run, args=(self._shared,), name=name, daemon=True)
                     thread.start()
                     self._threads.append(thread)
             for _ in range(min(threads, self._count)):
-                self._queue.put(batch)
+                with self._shared.lock:
+                    self._shared.batches.append(batch, yields=yields)
+                self._shared.tokens.put(True)
 
     def close(self) -> None:
         """Land what was shared, then end the threads. Twice is fine."""
@@ -164,12 +181,14 @@ class Workers:
             thread.join()
 
 
-def _stop(shared: queue.SimpleQueue[Batch | None], threads: int) -> None:
+def _stop(shared: _Shared, threads: int) -> None:
     for _ in range(threads):
-        shared.put(None)
+        shared.tokens.put(False)
 
 
-def _run(shared: queue.SimpleQueue[Batch | None]) -> None:
-    while (batch := shared.get()) is not None:
+def _run(shared: _Shared) -> None:
+    while shared.tokens.get():
+        with shared.lock:
+            batch = shared.batches.popleft()  # not the one the token came with, if another goes first
         batch.work()
         del batch  # an idle thread must not keep the last batch's buffers alive
