@@ -174,7 +174,7 @@ def host_planes(pool: Any) -> list[NDArray[np.uint8]]:
         step = after - start if pages > 1 else size
         if step < size or start + step * (pages - 1) != end:
             raise ValueError(f"pages of {type(pool).__name__} ({pool.layout}) do not lie in equal steps")
-        memory = (ctypes.c_uint8 * (step * (pages - 1) + size)).from_address(start)
+        memory = memoryview((ctypes.c_uint8 * (step * (pages - 1) + size)).from_address(start))
         planes.append(np.ndarray((pages, size), np.uint8, memory, strides=(step, 1)))
     return planes
 
