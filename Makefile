@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # The first that really runs (a version manager's shim may not) and is of a version that FlatCake supports.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { command -v $$p; break; }; done)
-PROTOS := flatcake_proto/v1/store.proto flatcake_proto/v1/admin.proto
+PROTOS := flatcake_proto/v1/store.proto flatcake_proto/v1/admin.proto flatcake_proto/v1/peer.proto
 # tests/engines/NAME holds the tests and pins of each.
 ENGINES := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/engines/*/requirements.txt))))
 TYPED := flatcake_server flatcake_client transport/flatcake_transport bench

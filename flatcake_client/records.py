@@ -22,6 +22,7 @@ class Welcome:
     arena_bytes: int
     lease_ttl_s: float
     verify: str  # off, remote or all
+    memory_checksums: bool = False  # peers verify what they read of this node's memory
 
 
 class Run(NamedTuple):

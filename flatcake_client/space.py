@@ -167,8 +167,8 @@ class Space:
             self.shard,
             lambda _: self.client.tools.writing(),
             checksums=connection.welcome.verify != "off",
-            # With "remote", what peers read is checked, and no peer reads this node's memory yet.
-            memory_checksums=connection.welcome.verify == "all",
+            # With "remote", what peers read is checked: a node without peers needs none of memory.
+            memory_checksums=connection.welcome.verify == "all" or connection.welcome.memory_checksums,
             timeout_s=self.client.transfer_timeout_s,
             guard=self.client.guard,
             forked=self.client.forked,

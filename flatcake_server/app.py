@@ -1,7 +1,7 @@
 """Builds a node and runs it: the only place that constructs. Everything else is handed what it needs.
 
 Start: take the SSD paths (a second daemon is refused here), read their journals, adopt, map the arena, listen. The arena is
-faulted in behind; the node serves long before. Stop (SIGTERM, SIGINT): refuse new turns, wait for open ones up to
+faulted in behind; the node serves long before. In a cluster it then takes its number and meets its peers. Stop (SIGTERM, SIGINT): leave the cluster, refuse new turns, wait for open ones up to
 `drain_timeout`, close the wire, then the disks. A kill at any moment is as good as a stop for what was committed.
 """
 
@@ -27,6 +27,8 @@ from flatcake_server.adopt import Taken, adopt
 from flatcake_server.arena import Arena
 from flatcake_server.catalog import Catalog, Session
 from flatcake_server.clients import Clients
+from flatcake_server.cluster.build import advertised, build_cluster, load_node_secrets, own_nodes
+from flatcake_server.cluster.cluster import Cluster
 from flatcake_server.commit import Committer
 from flatcake_server.config import NodeConfig
 from flatcake_server.disk import Disk
@@ -38,7 +40,8 @@ from flatcake_server.lease import LeaseTable
 from flatcake_server.placement import Policy
 from flatcake_server.reserve import Numbers, Reserver
 from flatcake_server.retire import Retirement
-from flatcake_server.rpc import AdminService, Identity, RpcServer, StoreService, Timings, Views
+from flatcake_server.rpc import AdminService, Identity, StoreService, Timings, Views
+from flatcake_server.rpc_server import RpcServer
 from flatcake_server.session import PathInUse
 from flatcake_server.sizing import SizingPolicy
 from flatcake_server.store import Bounds, Store
@@ -92,7 +95,9 @@ class Node:
             lease_ttl_s=config.lease_ttl,
             verify=config.verify,
             cluster_fingerprint=config.cluster.fingerprint,
+            memory_checksums=config.verify == "all" or (config.verify == "remote" and config.directory != "none"),
         )
+        self.cluster: Cluster | None = None  # None: a node by itself
         self.timings = Timings()
         self._web: web.AppRunner | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -144,6 +149,8 @@ class Node:
         config = self.config
         mode = int(config.socket_mode, 8)
         self.handover = Handover(self.store, self.arena, config.handover_path, mode, config.clients_max)
+        secrets_ = load_node_secrets(config)
+        self.cluster = cluster = build_cluster(config, self.store, self.identity, secrets_, self.timings)
         self.reports = Reports(
             self.store,
             self.arena,
@@ -153,19 +160,27 @@ class Node:
             self.identity,
             self.timings,
             self._started_s,
+            cluster.stats if cluster is not None else None,
         )
         views = Views(
             status=self.reports.stats,
             spaces=self.reports.spaces,
+            nodes=own_nodes(cluster),
             sessions=self.reports.sessions,
             session=self.reports.session,
             drop=self.reports.drop,
             check=self.reports.check,
         )
         self.rpc = RpcServer(
-            (StoreService(self.store, self.identity, self.timings), AdminService(views, self.timings)),
+            (
+                StoreService(self.store, self.identity, self.timings, cluster.remote if cluster is not None else None),
+                AdminService(views, self.timings),
+            ),
+            cluster.service if cluster is not None else None,
             message_bytes_max=config.message_bytes_max,
             rpcs_max=config.rpcs_max,
+            credentials=secrets_.server(),
+            guards=secrets_.guards(),
         )
 
     async def start(self) -> None:
@@ -186,6 +201,8 @@ class Node:
             if http is not None:
                 application = web_app(self.reports.stats, self.healthy)
                 self._web, self.http = await start_web(application, http)
+            if self.cluster is not None:
+                await self.cluster.start(advertised(self.config, self.grpc_port))
         except OSError as error:
             await self.stop()
             raise Unavailable(f"cannot start: {error}") from error
@@ -271,8 +288,10 @@ class Node:
             False where a disk hangs: its threads will not end, and the process must be ended under them.
         """
         rested = True
-        if hasattr(self, "store"):
+        if hasattr(self, "rpc"):
             self.store.draining = True
+            if self.cluster is not None:  # no peer comes any more
+                await self.cluster.stop()
             await self.rpc.set_serving(serving=False)
             deadline_s = time.monotonic() + self.config.drain_timeout
             while self.store.turns and time.monotonic() < deadline_s:

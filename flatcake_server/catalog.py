@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,6 +91,7 @@ class Catalog:
         self.sessions: dict[SessionNo, Session] = {}
         self.segments_in: Counter[int] = Counter()  # by pool
         self.blocks_in: Counter[int] = Counter()
+        self.watch: Callable[[Iterable[SegmentRecord], bool], None] | None = None  # told what was (un)published
         self._by_name: dict[tuple[Fingerprint, str], Session] = {}
         # Older sessions of a name, of a path that was out of service while the name went on elsewhere.
         self._namesakes: dict[tuple[Fingerprint, str], list[Session]] = {}
@@ -178,6 +179,8 @@ class Catalog:
         except Overloaded:
             inserted = 0
         self._count(session, segment, 1)
+        if self.watch is not None:
+            self.watch([segment], True)
         return inserted
 
     def unpublish(self, session: Session, segment: SegmentRecord) -> None:
@@ -187,6 +190,8 @@ class Catalog:
         self.segments.remove(segment)
         session.segments.remove(segment)
         self._count(session, segment, -1)
+        if self.watch is not None:
+            self.watch([segment], False)
 
     def unload(self, sessions: list[Session]) -> None:
         """As `unpublish` and `forget` of each, at once: those of a path that failed may be most of what there is."""
@@ -195,6 +200,8 @@ class Catalog:
             self.index.remove(*self._blocks_of(gone))
             numbers = {session.session_no for session in sessions}
             self.segments.load(segment for segment in self.segments if segment.session_no not in numbers)
+            if self.watch is not None:
+                self.watch(gone, False)
         for session in sessions:
             for segment in session.segments:
                 self._count(session, segment, -1)

@@ -1,4 +1,4 @@
-"""`flatcake status`, `flatcake sessions` and `flatcake spaces`: what a running daemon says of itself."""
+"""`flatcake status`, `sessions`, `spaces` and `nodes`: what a running daemon says of itself."""
 
 from __future__ import annotations
 
@@ -47,12 +47,15 @@ def status(endpoint: Endpoint = None, json: Json = False) -> None:
         print_json(document)
         return
     pools, counters = document.pop("pools", []), document.pop("counters", {})
+    cluster = document.pop("cluster", None)
     for name, (count, seconds) in document.pop("rpc_seconds", {}).items():
         document[f"{name} calls"] = f"{count:,}, {seconds / max(count, 1) * 1e6:,.0f} us each"
     out = console()
     out.print(fields_table("daemon", document))
     out.print(rows_table("where blocks live", pools, [name for name in _POOL_COLUMNS if pools and name in pools[0]]))
     out.print(fields_table("since it started", {name: value for name, value in counters.items() if value}))
+    if cluster:
+        out.print(fields_table("cluster", cluster))
     for pool in pools:
         if pool.get("failure"):
             print_error(f"{pool['name']} is out of service: {pool['failure']}")
@@ -66,6 +69,18 @@ def spaces(endpoint: Endpoint = None, json: Json = False) -> None:
         print_json(rows)
         return
     console().print(rows_table("spaces", [_short(row) for row in rows]))
+
+
+def nodes(endpoint: Endpoint = None, json: Json = False) -> None:
+    """The nodes of the cluster, as this one knows them. Exit code 1: it is by itself, or not joined."""
+    with AdminClient(endpoint_or_default(endpoint)) as client:
+        rows = client.nodes()
+    if json:
+        print_json(rows)
+    else:
+        console().print(rows_table("nodes", rows))
+    if not rows or rows[0]["state"] != "joined":
+        raise typer.Exit(EXIT_FOUND)
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:

@@ -18,12 +18,13 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from flatcake_server.config_checks import refuse_bad_cluster, refuse_bad_paths
 from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
 from flatcake_transport.endpoint import socket_candidates
 from flatcake_transport.layout import ALIGN_BYTES, GRANULE_BYTES_MIN
@@ -42,7 +43,7 @@ _OTHER_VARIABLES: Final = {"FLATCAKE_ENDPOINT", "FLATCAKE_CONFIG"}
 # Kubernetes puts these into every pod beside a Service whose name starts with "flatcake".
 _SERVICE_LINK: Final = re.compile(r"FLATCAKE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
 # Options of clusters: they have their names and defaults today, and any other value is refused until it is served.
-_NOT_SERVED_YET: Final = ("directory", "peers", "redis_url", "peer_timeout", "ucx_listen", "nvmeof")
+_NOT_SERVED_YET: Final = ("ucx_listen", "nvmeof")
 
 
 class ConfigError(ValueError):
@@ -111,7 +112,7 @@ class NodeConfig(BaseModel):
     grpc_listen: Address = Field(
         "127.0.0.1:7450",
         description='host:port for gRPC, e.g. [::]:7450 for IPv4 and IPv6, or "off". '
-        "Unencrypted and without passwords, so loopback unless the network is trusted.",
+        "Without TLS and token for nobody but this machine: loopback. Peers need an address they can reach.",
     )
     http_listen: Address = Field(
         "127.0.0.1:7451",
@@ -204,14 +205,59 @@ class NodeConfig(BaseModel):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="One event a line, on stderr.")
     node_id: int = Field(0, ge=0, lt=NODES_MAX, description="Number of this node in its cluster; in every address.")
-    directory: str = Field(
-        "none", description='How nodes find each other: "none", "static" or "redis". This version serves "none".'
+    directory: Literal["none", "static", "redis"] = Field(
+        "none",
+        description="How nodes find each other and their prefixes. none: one node; static: the peers named below are asked "
+        "directly, for a handful of nodes; redis: Redis or Valkey, also as a Redis Cluster.",
     )
-    peers: Words = Field((), description="gRPC addresses of the other nodes, for directory static. Not served yet.")
-    redis_url: str = Field("", description="Redis or Valkey, for directory redis. Not served yet.")
+    cluster_name: str = Field(
+        "flatcake",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Nodes of one name share blocks; clusters of different names may share one Redis.",
+    )
+    advertise: str = Field(
+        "",
+        description="host:port at which peers reach this node's gRPC. Empty: grpc_listen, with this machine's name where that "
+        "is every address.",
+    )
+    peers: Words = Field((), description="gRPC addresses (host:port) of the other nodes, for directory static.")
+    redis_url: str = Field(
+        "",
+        description="redis://, rediss:// or unix:// URL of Redis or Valkey, for directory redis; of a Redis Cluster some of its "
+        "servers, separated by commas.",
+    )
+    node_ttl: Duration = Field(
+        10.0,
+        ge=1,
+        le=600,
+        description="A node that the directory has not heard of for so long is gone, and its number free. It is heard of three "
+        "times as often.",
+    )
+    anchor_ttl: Duration = Field(
+        3600.0,
+        ge=10,
+        description="How long the directory remembers what a node published; refreshed at half of it. Longer: fewer commands; "
+        "shorter: what a dead node held is forgotten sooner.",
+    )
+    publish_rate_max: Bound = Field(
+        5000, description="Anchors (one for 16 blocks) a node tells the directory a second, refreshes included."
+    )
     peer_timeout: Duration = Field(
-        2.0, gt=0, description="A peer silent for so long is a miss. No effect while directory is none."
+        2.0,
+        gt=0,
+        le=60,
+        description="A peer or directory silent for so long is a miss. A lookup spends at most half of its own time on them.",
     )
+    cluster_token_file: str = Field(
+        "",
+        description="File with a secret of 16 bytes or more that all nodes share, readable by its owner only. Nodes prove it to "
+        "each other without sending it; clients over TCP need it too. Empty: no token.",
+    )
+    tls_cert_file: str = Field(
+        "", description="PEM certificate of this node, for TCP. With key and CA: TLS in both directions. Empty: no TLS."
+    )
+    tls_key_file: str = Field("", description="PEM private key of tls_cert_file.")
+    tls_ca_file: str = Field("", description="PEM certificates of who may sign a node's or client's certificate.")
     ucx_listen: str = Field("off", description='host:port for one-sided reads by peers, or "off". Not served yet.')
     nvmeof: str = Field("off", description='Export of session files to peers over NVMe-oF, or "off". Not served yet.')
 
@@ -242,7 +288,8 @@ class NodeConfig(BaseModel):
                 f"ssd_bytes gives each of {len(self.ssd_paths)} ssd_paths {format_size(self.ssd_path_bytes)}: "
                 f"give at least {format_size(SSD_BYTES_MIN)} a path"
             )
-        _refuse_bad_paths(self.socket, self.ssd_paths)
+        refuse_bad_paths(self.socket, self.ssd_paths, SOCKET_BYTES_MAX)
+        refuse_bad_cluster(self)
         for name in _NOT_SERVED_YET:
             field = type(self).model_fields[name]
             if getattr(self, name) != field.default:
@@ -253,19 +300,27 @@ class NodeConfig(BaseModel):
         return self
 
 
-def _refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path]) -> None:
-    if len(os.fsencode(socket)) > SOCKET_BYTES_MAX:
-        raise ValueError(f"socket {socket} is longer than {SOCKET_BYTES_MAX} bytes: choose a shorter path")
-    for path in (socket, *ssd_paths):
-        if not path.is_absolute():
-            raise ValueError(f"path {path} is relative: write it from the root, like /mnt/nvme0/flatcake")
-    real = [Path(os.path.realpath(path)) for path in ssd_paths]
-    for i, path in enumerate(real):
-        for other in real[i + 1 :]:
-            if path == other or path in other.parents or other in path.parents:
-                raise ValueError(
-                    f"ssd_paths {path} and {other} lie in each other: give each disk one directory of its own"
-                )
+def _refuse_bad_cluster(node: NodeConfig) -> None:
+    tls = [name for name in ("tls_cert_file", "tls_key_file", "tls_ca_file") if getattr(node, name)]
+    if len(tls) in (1, 2):
+        raise ValueError(f"{tls[0]} is set, but TLS needs tls_cert_file, tls_key_file and tls_ca_file: give all three")
+    for address in (*node.peers, *([node.advertise] if node.advertise else [])):
+        parse_listen(address)
+    if node.directory == "none":
+        return
+    listen = parse_listen(node.grpc_listen)
+    if listen is None:
+        raise ValueError(
+            'grpc_listen is "off", but peers must reach this node: give it host:port, or set directory to none'
+        )
+    wanted = {"static": "peers", "redis": "redis_url"}[node.directory]
+    if not getattr(node, wanted):
+        raise ValueError(f"directory is {node.directory}, which needs {wanted}: set it")
+    if not listen.loopback and not tls and not node.cluster_token_file:
+        raise ValueError(
+            f"grpc_listen {node.grpc_listen} is reachable from other machines, and anybody there could read every block: set "
+            "cluster_token_file, or the three tls_*_file, or both (see docs/security.md)"
+        )
 
 
 def check_ssd_paths(config: NodeConfig) -> None:

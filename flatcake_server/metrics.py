@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from flatcake_server.stats import StoreStats
+from flatcake_server.stats import ClusterStats, StoreStats
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -67,6 +67,34 @@ _COUNTERS: Final = (
     ("flatcake_descriptors_handed", "descriptors_handed_total", "File descriptors handed to clients"),
 )
 
+# Of a node in a cluster, under `stats.cluster`.
+_CLUSTER: Final = (
+    ("flatcake_cluster_nodes", "nodes", "Nodes known and alive, this one included"),
+    ("flatcake_cluster_links", "links", "Peers this node asks"),
+    ("flatcake_cluster_attached", "attached", "Peers that ask this node"),
+    ("flatcake_cluster_loans", "loans", "Leases of other nodes held for clients here"),
+    ("flatcake_cluster_anchors", "anchors_published", "Anchors that the directory was told"),
+    ("flatcake_cluster_anchors_pending", "anchors_pending", "Anchors that it is still to be told"),
+)
+_CLUSTER_COUNTERS: Final = (
+    ("flatcake_anchors_published", "anchors_published_total", "Anchors told to the directory, refreshes included"),
+    ("flatcake_anchors_withdrawn", "anchors_withdrawn_total", "Anchors withdrawn from the directory"),
+    ("flatcake_remote_lookups", "remote_lookups_total", "Lookups that local blocks could not finish"),
+    ("flatcake_remote_hits", "remote_hits_total", "Of these, other nodes held more"),
+    ("flatcake_remote_misses", "remote_misses_total", "Of these, nobody held more"),
+    ("flatcake_remote_failures", "remote_failures_total", "Of these, directory or peer did not answer in time"),
+    ("flatcake_remote_blocks", "remote_blocks_total", "Blocks found at other nodes"),
+    ("flatcake_stale_hints", "stale_hints_total", "The directory named a node that holds nothing of it"),
+    ("flatcake_directory_failures", "directory_failures_total", "Times the directory did not answer"),
+    ("flatcake_strangers", "strangers_total", "Peers turned away without the cluster's token"),
+    ("flatcake_peer_lookups", "peer_lookups_total", "Lookups that other nodes asked of this one"),
+)
+_CLUSTER_LABELLED: Final = (
+    ("flatcake_peer_hit_blocks", "peer_hit_blocks_total", "medium", "Blocks found here for other nodes"),
+    ("flatcake_directory_calls", "directory_calls_total", "verb", "Round trips to the directory"),
+    ("flatcake_peer_calls", "peer_calls_total", "verb", "Round trips to peers"),
+)
+
 # Counters by one label; the key of the field's dict is its value. "medium/reason" makes two labels.
 _LABELLED: Final = (
     ("flatcake_hit_blocks", "hit_blocks_total", ("medium",), "Blocks found by lookups"),
@@ -90,6 +118,8 @@ def families(stats: StoreStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("flatcake_index_bytes", "Memory of the index", value=stats.index.bytes)
     yield from _pool_families(stats)
     yield from _counter_families(stats)
+    if stats.cluster is not None:
+        yield from _cluster_families(stats.cluster)
     calls = SummaryMetricFamily("flatcake_rpc_seconds", "Calls served, and the time they took", labels=("verb",))
     for verb, (count, seconds) in stats.rpc_seconds.items():
         calls.add_metric((verb,), count_value=count, sum_value=seconds)
@@ -116,6 +146,23 @@ def _counter_families(stats: StoreStats) -> Iterator[Metric]:
         for key, value in getattr(stats.counters, field).items():
             # Only a placement has two labels; the path of a pool has slashes of its own.
             counter.add_metric(key.split("/", 1) if len(labels) > 1 else (key,), value)
+        yield counter
+
+
+def _cluster_families(cluster: ClusterStats) -> Iterator[Metric]:
+    joined = GaugeMetricFamily(
+        "flatcake_cluster_joined", "1: the state of its membership", labels=("state", "directory")
+    )
+    joined.add_metric((cluster.state, cluster.directory), 1.0)
+    yield joined
+    for name, field, text in _CLUSTER:
+        yield GaugeMetricFamily(name, text, value=getattr(cluster, field))
+    for name, field, text in _CLUSTER_COUNTERS:
+        yield CounterMetricFamily(name, text, value=getattr(cluster, field))
+    for name, field, label, text in _CLUSTER_LABELLED:
+        counter = CounterMetricFamily(name, text, labels=(label,))
+        for key, value in getattr(cluster, field).items():
+            counter.add_metric((key,), value)
         yield counter
 
 

@@ -1,4 +1,5 @@
-"""The wire, server side: proto <-> dataclass, error -> status. The only module of the daemon that knows gRPC.
+"""The wire, server side: proto <-> dataclass, error -> status. With rpc_server.py, rpc_admin.py and cluster/ all that
+knows gRPC.
 
 Every handler runs to its end even when its caller gives up waiting, so that no reservation is half made; a turn begun for a
 caller that is gone is given back.
@@ -15,22 +16,19 @@ import asyncio
 import dataclasses
 import json
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import grpc
 import numpy as np
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
 
 from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
 from flatcake_server.clients import StaleClient
 from flatcake_server.law import Progress
 from flatcake_server.records import KeyArray
+from flatcake_server.segments import SegmentRun
 from flatcake_server.store import Store, UnknownSpace, UnknownTurn
 from flatcake_server.turns import Turn, TurnRequest
 from flatcake_transport.address import Address
@@ -70,6 +68,7 @@ class Identity:
     lease_ttl_s: float
     verify: str
     cluster_fingerprint: bytes
+    memory_checksums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,7 @@ class Views:
 
     status: Callable[[], Any]
     spaces: Callable[[], list[dict[str, Any]]]
+    nodes: Callable[[], list[dict[str, Any]]]
     sessions: Callable[[Fingerprint | None, int], list[dict[str, Any]]]
     session: Callable[[str], dict[str, Any]]
     drop: Callable[[Sequence[str]], Awaitable[dict[str, Any]]]
@@ -103,7 +103,7 @@ async def _refuse(context: Context, error: BaseException) -> NoReturn:
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
 
 
-class _Edge:
+class Edge:
     """Where a verb meets the wire: its errors become statuses, its time is counted."""
 
     def __init__(self, context: Context, timings: Timings, verb: str) -> None:
@@ -119,7 +119,7 @@ class _Edge:
             await _refuse(self._context, error)
 
 
-def _keys(data: bytes) -> KeyArray:
+def keys_of(data: bytes) -> KeyArray:
     if len(data) % KEY_BYTES:
         raise ValueError(f"keys of {len(data)} bytes: expected n x {KEY_BYTES}")
     return np.frombuffer(data, np.uint8).reshape(-1, KEY_BYTES)
@@ -131,14 +131,54 @@ def _fingerprint(data: bytes) -> Fingerprint:
     return Fingerprint(data)
 
 
+class Remote(Protocol):
+    """The other nodes. Nothing here raises: what cannot be had there is a shorter hit."""
+
+    async def extend(
+        self,
+        reply: store_pb2.LookupReply,
+        client_id: int,
+        spec: SpaceSpec,
+        keys: KeyArray,
+        held: int,
+        *,
+        pin: bool,
+        time_s: float,
+    ) -> None:
+        """Add the runs of the node that holds most of what is missing behind block `held`, and what is needed to read them."""
+        ...  # fmt: skip
+
+    async def renewed(self, lease_ids: Sequence[int]) -> list[int]:
+        """These leases were renewed here; of which all that hangs on them elsewhere is alive."""
+        ...
+
+    def released(self, lease_ids: Sequence[int]) -> None: ...
+
+
+def add_runs(to: Any, runs: Sequence[SegmentRun]) -> None:
+    """Runs of this store into a message's field."""
+    add = to.add  # a copy less a run than a list of them
+    for segment, first_block, blocks in runs:
+        add(
+            segment=segment.address,
+            segment_blocks=len(segment.keys),
+            first_block=first_block,
+            blocks=blocks,
+            segment_bytes=segment.total_bytes,
+            file_id=segment.file_id,
+            file_offset=segment.file_offset,
+        )
+
+
 class StoreService(store_pb2_grpc.StoreServicer):
-    def __init__(self, store: Store, identity: Identity, timings: Timings) -> None:
+    def __init__(self, store: Store, identity: Identity, timings: Timings, remote: Remote | None = None) -> None:
         self._store = store
         self._identity = identity
         self._timings = timings
+        self._remote = remote
 
-    def _edge(self, context: Context, verb: str) -> _Edge:
-        return _Edge(context, self._timings, verb)
+    def _edge(self, context: Context, verb: str) -> Edge:
+        return Edge(context, self._timings, verb)
 
     def _known(self, request: Any) -> int:
         """The caller's client id, if it is a client of this incarnation."""
@@ -167,6 +207,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 lease_ttl_ms=int(me.lease_ttl_s * 1000),
                 verify=me.verify,
                 cluster_fingerprint=me.cluster_fingerprint,
+                memory_checksums=me.memory_checksums,
             )
 
     async def OpenSpace(  # noqa: N802
@@ -189,30 +230,30 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Lookup(self, request: store_pb2.LookupRequest, context: Context) -> store_pb2.LookupReply:  # noqa: N802
         async with self._edge(context, "lookup"):
             client_id = self._known(request)
-            found = self._store.lookup(
-                client_id, _fingerprint(request.fingerprint), _keys(request.keys), pin=request.pin
-            )
+            fingerprint, keys = _fingerprint(request.fingerprint), keys_of(request.keys)
+            found = self._store.lookup(client_id, fingerprint, keys, pin=request.pin)
             reply = store_pb2.LookupReply(lease_id=found.lease_id, incarnation=self._identity.incarnation)
-            add = reply.runs.add  # a copy less a run than a list of them
-            for segment, first_block, blocks in found.runs:
-                add(
-                    segment=segment.address,
-                    segment_blocks=len(segment.keys),
-                    first_block=first_block,
-                    blocks=blocks,
-                    segment_bytes=segment.total_bytes,
-                    file_id=segment.file_id,
-                    file_offset=segment.file_offset,
-                )
+            add_runs(reply.runs, found.runs)
+            if request.remote and self._remote is not None:
+                held = sum(run.blocks for run in found.runs)
+                left_s = context.time_remaining()
+                await self._remote.extend(
+                    reply, client_id, self._store.spaces[fingerprint], keys, held, pin=request.pin,
+                    time_s=float("inf") if left_s is None else left_s,
+                )  # fmt: skip
             return reply
 
     async def Renew(self, request: store_pb2.RenewRequest, context: Context) -> store_pb2.RenewReply:  # noqa: N802
         async with self._edge(context, "renew"):
-            return store_pb2.RenewReply(alive=self._store.renew(self._known(request), request.lease_ids))
+            alive = self._store.renew(self._known(request), request.lease_ids)
+            remote = await self._remote.renewed(alive) if self._remote is not None else []
+            return store_pb2.RenewReply(alive=alive, alive_remote=remote)
 
     async def Release(self, request: store_pb2.ReleaseRequest, context: Context) -> store_pb2.ReleaseReply:  # noqa: N802
         async with self._edge(context, "release"):
             self._store.release(self._known(request), request.lease_ids)
+            if self._remote is not None:
+                self._remote.released(request.lease_ids)
             return store_pb2.ReleaseReply()
 
     async def BeginTurn(  # noqa: N802
@@ -249,7 +290,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
             raise ValueError(f"a session's name has at most {SESSION_NAME_BYTES_MAX} bytes")
         if len(request.root_key) != KEY_BYTES:
             raise ValueError(f"root_key has {len(request.root_key)} bytes: expected {KEY_BYTES}")
-        keys = _keys(request.keys)
+        keys = keys_of(request.keys)
         if not len(keys):
             return None
         turn_request = TurnRequest(
@@ -302,7 +343,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._timings = timings
 
     async def _json(self, context: Context, verb: str, view: Callable[[], Any]) -> admin_pb2.JsonReply:
-        async with _Edge(context, self._timings, verb):
+        async with Edge(context, self._timings, verb):
             answer = view()
             if asyncio.iscoroutine(answer):
                 answer = await asyncio.shield(answer)
@@ -317,6 +358,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         context: Context,
     ) -> admin_pb2.JsonReply:
         return await self._json(context, "list_spaces", self._views.spaces)
+
+    async def ListNodes(  # noqa: N802
+        self,
+        request: admin_pb2.ListNodesRequest,  # noqa: ARG002
+        context: Context,
+    ) -> admin_pb2.JsonReply:
+        return await self._json(context, "list_nodes", self._views.nodes)
 
     async def ListSessions(  # noqa: N802
         self, request: admin_pb2.ListSessionsRequest, context: Context
@@ -349,53 +397,5 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 done, total = step.result()
                 yield admin_pb2.CheckProgress(done=done, total=total)
             step.cancel()
-        async with _Edge(context, self._timings, "check"):
+        async with Edge(context, self._timings, "check"):
             yield admin_pb2.CheckProgress(done=1, total=1, json=json.dumps(check.result()))
-
-
-class RpcServer:
-    """gRPC on the unix socket and, if asked, on TCP; with health and reflection."""
-
-    def __init__(self, services: tuple[StoreService, AdminService], *, message_bytes_max: int, rpcs_max: int) -> None:
-        options = [
-            ("grpc.max_receive_message_length", message_bytes_max),
-            ("grpc.max_send_message_length", message_bytes_max),
-            ("grpc.so_reuseport", 0),  # a second daemon on the same port must fail, not share it
-        ]
-        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=rpcs_max)
-        store_pb2_grpc.add_StoreServicer_to_server(services[0], self._server)
-        admin_pb2_grpc.add_AdminServicer_to_server(services[1], self._server)
-        self._health = HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._names = [
-            store_pb2.DESCRIPTOR.services_by_name["Store"].full_name,
-            admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
-        ]
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-
-    async def start(self, socket_path: str, socket_mode: int, tcp: str | None) -> int:
-        """Listen. `tcp` is `host:port`, brackets round IPv6; port 0 takes a free one. Returns the port, 0 without.
-
-        Raises: Unavailable: an address cannot be taken.
-        """
-        port = 0
-        try:
-            self._server.add_insecure_port(f"unix:{socket_path}")
-            if tcp is not None:
-                port = self._server.add_insecure_port(tcp)
-        except RuntimeError as error:
-            raise Unavailable(
-                f"cannot listen on {tcp or socket_path}: {error}: choose another with --grpc-listen"
-            ) from error
-        await self._server.start()
-        os.chmod(socket_path, socket_mode)  # noqa: PTH101
-        await self.set_serving(serving=True)
-        return port
-
-    async def set_serving(self, *, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *self._names):
-            await self._health.set(name, status)
-
-    async def stop(self, grace_s: float) -> None:
-        await self._server.stop(grace_s)

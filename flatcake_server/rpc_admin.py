@@ -66,6 +66,10 @@ class AdminClient:
     def spaces(self) -> list[Document]:
         return list(self._json(self._stub.ListSpaces, admin_pb2.ListSpacesRequest()))
 
+    def nodes(self) -> list[Document]:
+        """The node asked first, then those it knows."""
+        return list(self._json(self._stub.ListNodes, admin_pb2.ListNodesRequest()))
+
     def sessions(self, *, fingerprint: bytes = b"", limit: int = 0) -> list[Document]:
         """Most recently used first; empty fingerprint: of all spaces; limit 0: as many as the daemon likes to list."""
         request = admin_pb2.ListSessionsRequest(fingerprint=fingerprint, limit=limit)

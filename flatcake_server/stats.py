@@ -61,6 +61,35 @@ class IndexStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterStats:
+    """A node among others. `remote_lookups == remote_hits + remote_misses + remote_failures`."""
+
+    directory: str
+    state: str  # of its membership: outside, joined, cut off, refused, left
+    refusal: str  # why it is refused, or nothing
+    nodes: int  # known and alive, this one included
+    links: int  # to peers we ask
+    attached: int  # peers that ask us
+    loans: int  # leases of other nodes held for our clients
+    anchors_published: int
+    anchors_pending: int
+    anchors_published_total: int  # refreshes included
+    anchors_withdrawn_total: int
+    remote_lookups_total: int  # that local blocks could not finish
+    remote_hits_total: int
+    remote_misses_total: int  # nobody holds more, or the entry was stale
+    remote_failures_total: int  # directory or peer did not answer in time
+    remote_blocks_total: int  # found at other nodes
+    stale_hints_total: int  # the directory named a node that holds nothing of it
+    directory_failures_total: int
+    strangers_total: int  # turned away without the cluster's token
+    peer_lookups_total: int  # that others asked of us
+    peer_hit_blocks_total: dict[str, int]  # by medium
+    directory_calls_total: dict[str, int]  # round trips by verb
+    peer_calls_total: dict[str, int]  # round trips by verb
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     version: str
     incarnation: str
@@ -80,3 +109,4 @@ class StoreStats:
     pools: tuple[PoolStats, ...]
     counters: Counters
     rpc_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)  # verb -> (count, seconds in all)
+    cluster: ClusterStats | None = None  # None: a node by itself

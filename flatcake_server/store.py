@@ -99,6 +99,7 @@ class Store:
         self.spaces: dict[Fingerprint, SpaceSpec] = {}
         self.turns: dict[int, Turn] = {}
         self.counts: Counter[str] = Counter()
+        self.peer_counts: Counter[str] = Counter()  # of lookups by other nodes: their engines count them as hits there
         self.draining = False
         self._numbers = numbers
         self._policy = policy
@@ -147,15 +148,24 @@ class Store:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def lookup(self, client_id: int, fingerprint: Fingerprint, keys: KeyArray, *, pin: bool) -> Found:
-        """The longest stored prefix of a chain; pinned, its sessions stay until the lease ends.
+    def lookup(
+        self,
+        client_id: int,
+        fingerprint: Fingerprint,
+        keys: KeyArray,
+        *,
+        pin: bool,
+        counts: Counter[str] | None = None,
+    ) -> Found:
+        """The longest stored prefix of a chain; pinned, its sessions stay until the lease ends. `counts`: default its own.
 
         Raises: UnknownSpace. Overloaded: as many leases as there may be.
         """
         spec = self._spec(fingerprint)
         runs = self.catalog.prefix(spec, fingerprint, keys)
-        self.counts["lookups"] += 1
-        self.counts["lookup_blocks"] += len(keys)
+        counts = self.counts if counts is None else counts
+        counts["lookups"] += 1
+        counts["lookup_blocks"] += len(keys)
         if not runs:
             return Found([])
         chain = self.catalog.chain(runs)
@@ -169,8 +179,8 @@ class Store:
                 on_files[segment.file_id] = segment.session_no
         for medium, found in ((Medium.MEMORY, blocks - file_blocks), (Medium.SSD, file_blocks)):
             if found:
-                self.counts[f"hit_blocks/{medium.name.lower()}"] += found
-                self.counts[f"hit_bytes/{medium.name.lower()}"] += found * spec.block_bytes
+                counts[f"hit_blocks/{medium.name.lower()}"] += found
+                counts[f"hit_bytes/{medium.name.lower()}"] += found * spec.block_bytes
         if not pin:
             return Found(runs)
         lease = self.leases.grant(client_id, [session.session_no for session in chain], self._now_s())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from flatcake_server.handover import Handover
 from flatcake_server.law import Progress, check_data, check_files, check_state
 from flatcake_server.records import SessionNo
 from flatcake_server.rpc import Identity, Timings
-from flatcake_server.stats import Counters, IndexStats, PoolStats, StoreStats
+from flatcake_server.stats import ClusterStats, Counters, IndexStats, PoolStats, StoreStats
 from flatcake_server.store import Store
 from flatcake_transport.space import Fingerprint
 
@@ -37,6 +37,7 @@ class Reports:
         identity: Identity,
         timings: Timings,
         started_s: float,
+        cluster: Callable[[], ClusterStats] | None = None,
     ) -> None:
         self._store = store
         self._arena = arena
@@ -46,6 +47,7 @@ class Reports:
         self._identity = identity
         self._timings = timings
         self._started_s = started_s  # monotonic
+        self._cluster = cluster
         self.ready_s = 0.0
 
     def stats(self) -> StoreStats:
@@ -70,6 +72,7 @@ class Reports:
             pools=(self._memory_pool(), *(self._disk_pool(disk) for disk in store.disks.values())),
             counters=self._counters(),
             rpc_seconds=dict(self._timings.by_verb),
+            cluster=self._cluster() if self._cluster is not None else None,
         )
 
     def _memory_pool(self) -> PoolStats:

@@ -7,7 +7,7 @@ the owner sees it, because its end is counted from before it was asked. A loan b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from flatcake_transport.errors import Overloaded
@@ -65,6 +65,6 @@ class Loans:
         self.end(gone)
         return len(gone)
 
-    def orphans(self, alive: Iterable[int]) -> list[Loan]:
+    def orphans(self, alive: Callable[[int], bool]) -> list[Loan]:
         """Those whose local lease ended without a word (its client died, it expired); given up."""
-        return self.end(set(self._loans) - set(alive))
+        return self.end([lease for lease in self._loans if not alive(lease)])

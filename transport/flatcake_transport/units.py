@@ -38,6 +38,11 @@ class Listen:
     host: str
     port: int
 
+    @property
+    def loopback(self) -> bool:
+        """Only this machine reaches it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66latcake_proto/v1/admin.proto\x12\x0b\x66latcake.v1\"\x0f\n\rStatusRequest\"\x13\n\x11ListSpacesRequest\"9\n\x13ListSessionsRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\"%\n\x12ShowSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\'\n\x13\x44ropSessionsRequest\x12\x10\n\x08sessions\x18\x01 \x03(\t\"\x19\n\tJsonReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1c\n\x0c\x43heckRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x08\":\n\rCheckProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0c\n\x04json\x18\x03 \x01(\t2\xa9\x03\n\x05\x41\x64min\x12<\n\x06Status\x12\x1a.flatcake.v1.StatusRequest\x1a\x16.flatcake.v1.JsonReply\x12\x44\n\nListSpaces\x12\x1e.flatcake.v1.ListSpacesRequest\x1a\x16.flatcake.v1.JsonReply\x12H\n\x0cListSessions\x12 .flatcake.v1.ListSessionsRequest\x1a\x16.flatcake.v1.JsonReply\x12\x46\n\x0bShowSession\x12\x1f.flatcake.v1.ShowSessionRequest\x1a\x16.flatcake.v1.JsonReply\x12H\n\x0c\x44ropSessions\x12 .flatcake.v1.DropSessionsRequest\x1a\x16.flatcake.v1.JsonReply\x12@\n\x05\x43heck\x12\x19.flatcake.v1.CheckRequest\x1a\x1a.flatcake.v1.CheckProgress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x66latcake_proto/v1/admin.proto\x12\x0b\x66latcake.v1\"\x0f\n\rStatusRequest\"\x13\n\x11ListSpacesRequest\"9\n\x13ListSessionsRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\"%\n\x12ShowSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\'\n\x13\x44ropSessionsRequest\x12\x10\n\x08sessions\x18\x01 \x03(\t\"\x12\n\x10ListNodesRequest\"\x19\n\tJsonReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1c\n\x0c\x43heckRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x08\":\n\rCheckProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0c\n\x04json\x18\x03 \x01(\t2\xed\x03\n\x05\x41\x64min\x12<\n\x06Status\x12\x1a.flatcake.v1.StatusRequest\x1a\x16.flatcake.v1.JsonReply\x12\x44\n\nListSpaces\x12\x1e.flatcake.v1.ListSpacesRequest\x1a\x16.flatcake.v1.JsonReply\x12H\n\x0cListSessions\x12 .flatcake.v1.ListSessionsRequest\x1a\x16.flatcake.v1.JsonReply\x12\x46\n\x0bShowSession\x12\x1f.flatcake.v1.ShowSessionRequest\x1a\x16.flatcake.v1.JsonReply\x12H\n\x0c\x44ropSessions\x12 .flatcake.v1.DropSessionsRequest\x1a\x16.flatcake.v1.JsonReply\x12\x42\n\tListNodes\x12\x1d.flatcake.v1.ListNodesRequest\x1a\x16.flatcake.v1.JsonReply\x12@\n\x05\x43heck\x12\x19.flatcake.v1.CheckRequest\x1a\x1a.flatcake.v1.CheckProgress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,12 +41,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHOWSESSIONREQUEST']._serialized_end=180
   _globals['_DROPSESSIONSREQUEST']._serialized_start=182
   _globals['_DROPSESSIONSREQUEST']._serialized_end=221
-  _globals['_JSONREPLY']._serialized_start=223
-  _globals['_JSONREPLY']._serialized_end=248
-  _globals['_CHECKREQUEST']._serialized_start=250
-  _globals['_CHECKREQUEST']._serialized_end=278
-  _globals['_CHECKPROGRESS']._serialized_start=280
-  _globals['_CHECKPROGRESS']._serialized_end=338
-  _globals['_ADMIN']._serialized_start=341
-  _globals['_ADMIN']._serialized_end=766
+  _globals['_LISTNODESREQUEST']._serialized_start=223
+  _globals['_LISTNODESREQUEST']._serialized_end=241
+  _globals['_JSONREPLY']._serialized_start=243
+  _globals['_JSONREPLY']._serialized_end=268
+  _globals['_CHECKREQUEST']._serialized_start=270
+  _globals['_CHECKREQUEST']._serialized_end=298
+  _globals['_CHECKPROGRESS']._serialized_start=300
+  _globals['_CHECKPROGRESS']._serialized_end=358
+  _globals['_ADMIN']._serialized_start=361
+  _globals['_ADMIN']._serialized_end=854
 # @@protoc_insertion_point(module_scope)

@@ -59,6 +59,11 @@ class AdminStub(object):
                 request_serializer=flatcake__proto_dot_v1_dot_admin__pb2.DropSessionsRequest.SerializeToString,
                 response_deserializer=flatcake__proto_dot_v1_dot_admin__pb2.JsonReply.FromString,
                 _registered_method=True)
+        self.ListNodes = channel.unary_unary(
+                '/flatcake.v1.Admin/ListNodes',
+                request_serializer=flatcake__proto_dot_v1_dot_admin__pb2.ListNodesRequest.SerializeToString,
+                response_deserializer=flatcake__proto_dot_v1_dot_admin__pb2.JsonReply.FromString,
+                _registered_method=True)
         self.Check = channel.unary_stream(
                 '/flatcake.v1.Admin/Check',
                 request_serializer=flatcake__proto_dot_v1_dot_admin__pb2.CheckRequest.SerializeToString,
@@ -99,6 +104,12 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNodes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Check(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -131,6 +142,11 @@ def add_AdminServicer_to_server(servicer, server):
             'DropSessions': grpc.unary_unary_rpc_method_handler(
                     servicer.DropSessions,
                     request_deserializer=flatcake__proto_dot_v1_dot_admin__pb2.DropSessionsRequest.FromString,
+                    response_serializer=flatcake__proto_dot_v1_dot_admin__pb2.JsonReply.SerializeToString,
+            ),
+            'ListNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodes,
+                    request_deserializer=flatcake__proto_dot_v1_dot_admin__pb2.ListNodesRequest.FromString,
                     response_serializer=flatcake__proto_dot_v1_dot_admin__pb2.JsonReply.SerializeToString,
             ),
             'Check': grpc.unary_stream_rpc_method_handler(
@@ -273,6 +289,33 @@ class Admin(object):
             target,
             '/flatcake.v1.Admin/DropSessions',
             flatcake__proto_dot_v1_dot_admin__pb2.DropSessionsRequest.SerializeToString,
+            flatcake__proto_dot_v1_dot_admin__pb2.JsonReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flatcake.v1.Admin/ListNodes',
+            flatcake__proto_dot_v1_dot_admin__pb2.ListNodesRequest.SerializeToString,
             flatcake__proto_dot_v1_dot_admin__pb2.JsonReply.FromString,
             options,
             channel_credentials,

@@ -36,6 +36,7 @@ class AdminStub:
     ListSessions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListSessionsRequest, _admin_pb2.JsonReply]
     ShowSession: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShowSessionRequest, _admin_pb2.JsonReply]
     DropSessions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DropSessionsRequest, _admin_pb2.JsonReply]
+    ListNodes: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListNodesRequest, _admin_pb2.JsonReply]
     Check: _grpc.UnaryStreamMultiCallable[_admin_pb2.CheckRequest, _admin_pb2.CheckProgress]
 
 @_typing.type_check_only
@@ -46,6 +47,7 @@ class AdminAsyncStub(AdminStub):
     ListSessions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListSessionsRequest, _admin_pb2.JsonReply]  # type: ignore[assignment]
     ShowSession: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShowSessionRequest, _admin_pb2.JsonReply]  # type: ignore[assignment]
     DropSessions: _aio.UnaryUnaryMultiCallable[_admin_pb2.DropSessionsRequest, _admin_pb2.JsonReply]  # type: ignore[assignment]
+    ListNodes: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListNodesRequest, _admin_pb2.JsonReply]  # type: ignore[assignment]
     Check: _aio.UnaryStreamMultiCallable[_admin_pb2.CheckRequest, _admin_pb2.CheckProgress]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -81,6 +83,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     def DropSessions(
         self,
         request: _admin_pb2.DropSessionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.JsonReply, _abc.Awaitable[_admin_pb2.JsonReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ListNodes(
+        self,
+        request: _admin_pb2.ListNodesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.JsonReply, _abc.Awaitable[_admin_pb2.JsonReply]]: ...
 

@@ -61,6 +61,7 @@ class HelloReply(_message.Message):
     LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
     VERIFY_FIELD_NUMBER: _builtins.int
     CLUSTER_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MEMORY_CHECKSUMS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     version: _builtins.str
     incarnation: _builtins.bytes
@@ -80,6 +81,8 @@ class HelloReply(_message.Message):
     """off, remote or all"""
     cluster_fingerprint: _builtins.bytes
     """format and configuration that all nodes must share"""
+    memory_checksums: _builtins.bool
+    """peers read this node's memory and verify it: turns bring checksums of memory, too"""
     def __init__(
         self,
         *,
@@ -95,10 +98,11 @@ class HelloReply(_message.Message):
         lease_ttl_ms: _builtins.int = ...,
         verify: _builtins.str = ...,
         cluster_fingerprint: _builtins.bytes = ...,
+        memory_checksums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "boot_id", b"boot_id", "client_id", b"client_id", "cluster_fingerprint", b"cluster_fingerprint", "handover_path", b"handover_path", "incarnation", b"incarnation", "lease_ttl_ms", b"lease_ttl_ms", "node_id", b"node_id", "protocol", b"protocol", "token", b"token", "verify", b"verify", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "boot_id", b"boot_id", "client_id", b"client_id", "cluster_fingerprint", b"cluster_fingerprint", "handover_path", b"handover_path", "incarnation", b"incarnation", "lease_ttl_ms", b"lease_ttl_ms", "memory_checksums", b"memory_checksums", "node_id", b"node_id", "protocol", b"protocol", "token", b"token", "verify", b"verify", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,6 +184,7 @@ class LookupRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PIN_FIELD_NUMBER: _builtins.int
+    REMOTE_FIELD_NUMBER: _builtins.int
     client_id: _builtins.int
     incarnation: _builtins.bytes
     fingerprint: _builtins.bytes
@@ -187,6 +192,8 @@ class LookupRequest(_message.Message):
     """n x 16"""
     pin: _builtins.bool
     """lease what is found"""
+    remote: _builtins.bool
+    """the caller can read runs of other nodes: peers are asked for what is not here"""
     def __init__(
         self,
         *,
@@ -195,10 +202,11 @@ class LookupRequest(_message.Message):
         fingerprint: _builtins.bytes = ...,
         keys: _builtins.bytes = ...,
         pin: _builtins.bool = ...,
+        remote: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "keys", b"keys", "pin", b"pin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "keys", b"keys", "pin", b"pin", "remote", b"remote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,18 +256,120 @@ class Run(_message.Message):
 Global___Run: _TypeAlias = Run  # noqa: Y015
 
 @_typing.final
+class Fabric(_message.Message):
+    """How the bytes of a node are reached from another one. Empty fields: not that way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UCX_ADDRESS_FIELD_NUMBER: _builtins.int
+    ARENA_BASE_FIELD_NUMBER: _builtins.int
+    ARENA_RKEY_FIELD_NUMBER: _builtins.int
+    ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    NVME_SUBSYSTEM_FIELD_NUMBER: _builtins.int
+    NVME_ADDRESS_FIELD_NUMBER: _builtins.int
+    ucx_address: _builtins.bytes
+    """of its UCX worker"""
+    arena_base: _builtins.int
+    """remote virtual address of the arena's first byte"""
+    arena_rkey: _builtins.bytes
+    """packed"""
+    arena_bytes: _builtins.int
+    nvme_subsystem: _builtins.str
+    """NQN"""
+    nvme_address: _builtins.str
+    """transport://host:port"""
+    def __init__(
+        self,
+        *,
+        ucx_address: _builtins.bytes = ...,
+        arena_base: _builtins.int = ...,
+        arena_rkey: _builtins.bytes = ...,
+        arena_bytes: _builtins.int = ...,
+        nvme_subsystem: _builtins.str = ...,
+        nvme_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_base", b"arena_base", "arena_bytes", b"arena_bytes", "arena_rkey", b"arena_rkey", "nvme_address", b"nvme_address", "nvme_subsystem", b"nvme_subsystem", "ucx_address", b"ucx_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fabric: _TypeAlias = Fabric  # noqa: Y015
+
+@_typing.final
+class RemoteNode(_message.Message):
+    """What a client needs to read the runs of one other node. Its lease hangs on the lease of this reply: renewed and released
+    with it, and ending with the owner or the connection to it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
+    LEASE_SPENT_MS_FIELD_NUMBER: _builtins.int
+    FABRIC_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
+    EXPORTED_FILES_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    incarnation: _builtins.bytes
+    address: _builtins.str
+    """of its gRPC"""
+    lease_id: _builtins.int
+    """the owner's; 0: nothing pinned"""
+    lease_ttl_ms: _builtins.int
+    """from when the owner was asked, or asked to renew"""
+    lease_spent_ms: _builtins.int
+    """of it, when this reply was sent"""
+    verify: _builtins.bool
+    """compare with the checksums in the footers, which lie at the end of each segment"""
+    @_builtins.property
+    def fabric(self) -> Global___Fabric: ...
+    @_builtins.property
+    def exported_files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """file ids of runs that can be read through NVMe-oF; others are served through UCX"""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        incarnation: _builtins.bytes = ...,
+        address: _builtins.str = ...,
+        lease_id: _builtins.int = ...,
+        lease_ttl_ms: _builtins.int = ...,
+        lease_spent_ms: _builtins.int = ...,
+        fabric: Global___Fabric | None = ...,
+        verify: _builtins.bool = ...,
+        exported_files: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fabric", b"fabric"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "exported_files", b"exported_files", "fabric", b"fabric", "incarnation", b"incarnation", "lease_id", b"lease_id", "lease_spent_ms", b"lease_spent_ms", "lease_ttl_ms", b"lease_ttl_ms", "node_id", b"node_id", "verify", b"verify"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoteNode: _TypeAlias = RemoteNode  # noqa: Y015
+
+@_typing.final
 class LookupReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """0: nothing pinned"""
     incarnation: _builtins.bytes
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
-        """in chain order; together the longest stored prefix"""
+        """in chain order; together the longest stored prefix. Those of other nodes come last"""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemoteNode]:
+        """those other nodes; the address of a run's segment says which is whose"""
 
     def __init__(
         self,
@@ -267,10 +377,11 @@ class LookupReply(_message.Message):
         runs: _abc.Iterable[Global___Run] | None = ...,
         lease_id: _builtins.int = ...,
         incarnation: _builtins.bytes = ...,
+        nodes: _abc.Iterable[Global___RemoteNode] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "nodes", b"nodes", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -307,18 +418,24 @@ class RenewReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ALIVE_FIELD_NUMBER: _builtins.int
+    ALIVE_REMOTE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def alive(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the others have ended"""
+
+    @_builtins.property
+    def alive_remote(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of these also what hangs on them at another node is alive"""
 
     def __init__(
         self,
         *,
         alive: _abc.Iterable[_builtins.int] | None = ...,
+        alive_remote: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "alive_remote", b"alive_remote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -133,6 +133,17 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path):
         ({"ssd_paths": "/a,/a/b"}, "lie in each other"),
         ({"ssd_paths": "/a,/b,/a"}, "lie in each other"),
         ({"ssd_paths": "/a,/b", "ssd_bytes": "16MiB"}, "give at least 16MiB a path"),
+        ({"directory": "etcd"}, "'none', 'static' or 'redis'"),
+        ({"directory": "redis"}, "needs redis_url"),
+        ({"directory": "static"}, "needs peers"),
+        ({"directory": "static", "peers": "a:1", "grpc_listen": "off"}, "peers must reach this node"),
+        ({"directory": "static", "peers": "a"}, "'a'"),
+        (
+            {"directory": "static", "peers": "a:1", "grpc_listen": "0.0.0.0:7450"},
+            "anybody there could read every block",
+        ),
+        ({"tls_cert_file": "/x"}, "give all three"),
+        ({"cluster_name": "{a}"}, "cluster_name"),
     ],
 )
 def test_what_is_wrong_is_refused_and_says_what_to_do(flags, said):
@@ -142,10 +153,6 @@ def test_what_is_wrong_is_refused_and_says_what_to_do(flags, said):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("directory", "redis"),
-        ("peers", "host:7450"),
-        ("redis_url", "redis://host"),
-        ("peer_timeout", "3s"),
         ("ucx_listen", "[::]:7452"),
         ("nvmeof", "tcp"),
     ],
@@ -155,6 +162,13 @@ def test_what_this_version_cannot_serve_is_refused_and_its_default_is_not(name, 
     assert f"{name} is" in message
     assert "cannot serve yet: remove it" in message
     assert getattr(load_config(None, None, {name: getattr(load_config(), name)}), name) == getattr(load_config(), name)
+
+
+def test_a_node_that_others_reach_has_a_token_or_tls():
+    flags = {"directory": "static", "peers": "a:1,b:2", "grpc_listen": "[::]:7450"}
+    assert load_config(flags=flags | {"cluster_token_file": "/t"}).peers == ("a:1", "b:2")
+    tls = {f"tls_{name}_file": f"/{name}" for name in ("cert", "key", "ca")}
+    assert load_config(flags=flags | tls).tls_ca_file == "/ca"
 
 
 def test_relative_paths_start_where_the_user_stands_but_only_as_flags(monkeypatch, tmp_path):

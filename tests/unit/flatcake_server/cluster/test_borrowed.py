@@ -46,6 +46,6 @@ def test_they_are_bounded_and_orphans_are_given_up():
     loans.add(1, LOAN)
     with pytest.raises(Overloaded):
         loans.add(2, LOAN)
-    assert loans.orphans([1]) == []
-    assert loans.orphans([]) == [LOAN]
+    assert loans.orphans([1].__contains__) == []
+    assert loans.orphans([].__contains__) == [LOAN]
     assert len(loans) == 0

@@ -1,0 +1,68 @@
+"""A cluster made of a node's configuration; the one place that reads its options."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from flatcake_proto.v1 import store_pb2
+from flatcake_server.cluster.cluster import Cluster, ClusterOptions
+from flatcake_server.cluster.credentials import Secrets, load_secrets
+from flatcake_server.cluster.members import Member
+from flatcake_server.config import NodeConfig
+from flatcake_server.rpc import Identity, Timings
+from flatcake_server.store import Store
+from flatcake_transport.units import Listen, parse_listen
+
+_EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104
+
+
+def load_node_secrets(config: NodeConfig) -> Secrets:
+    """Raises: Unavailable: a file cannot be read, or by too many."""
+    return load_secrets(config.cluster_token_file, config.tls_cert_file, config.tls_key_file, config.tls_ca_file)
+
+
+def build_cluster(
+    config: NodeConfig, store: Store, identity: Identity, secrets: Secrets, timings: Timings
+) -> Cluster | None:
+    """None: this node is by itself. Raises: Unavailable: redis is not installed."""
+    if config.directory == "none":
+        return None
+    me = Member(
+        node_id=config.node_id,
+        incarnation=identity.incarnation,
+        address="",
+        version=identity.version,
+        fingerprint=identity.cluster_fingerprint,
+    )
+    options = ClusterOptions(
+        directory=config.directory,
+        name=config.cluster_name,
+        peers=config.peers,
+        redis_url=config.redis_url,
+        node_ttl_s=config.node_ttl,
+        anchor_ttl_s=config.anchor_ttl,
+        publish_rate_max=config.publish_rate_max,
+        peer_timeout_s=config.peer_timeout,
+        lease_ttl_s=config.lease_ttl,
+        leases_max=config.leases_max,
+        message_bytes_max=config.message_bytes_max,
+        verify=config.verify != "off",
+    )
+    # Neither UCX nor NVMe-oF is served yet: what a peer finds here it cannot read, and says so to its client.
+    return Cluster(store, me, options, secrets, store_pb2.Fabric(arena_bytes=config.memory_bytes), timings)
+
+
+def advertised(config: NodeConfig, port: int) -> str:
+    """host:port at which peers reach this node. `port`: where it really listens."""
+    if config.advertise:
+        return config.advertise
+    listen = parse_listen(config.grpc_listen)
+    assert listen is not None
+    return str(Listen(socket.gethostname() if listen.host in _EVERY_ADDRESS else listen.host, port))
+
+
+def own_nodes(cluster: Cluster | None) -> Callable[[], list[dict[str, Any]]]:
+    """What `flatcake nodes` shows; of a node by itself, nothing."""
+    return cluster.nodes if cluster is not None else list

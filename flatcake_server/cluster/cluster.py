@@ -1,0 +1,346 @@
+"""A node among others: keeps its number, tells the directory what it holds, and serves and asks peers.
+
+Start: the node already serves its engines; then it takes its number. A number that somebody has who answers is refused, and
+so is the start; a directory that does not answer is not: the node goes on by itself and joins when it can. Stop: leave
+first, so that no peer comes any more.
+
+Losing the directory loses nothing: local service goes on, remote lookups miss at once, and when a beat is answered again by a
+directory that does not know us, everything is published anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from flatcake_proto.v1 import store_pb2
+from flatcake_server.cluster.anchors import anchors_within
+from flatcake_server.cluster.borrowed import Loans
+from flatcake_server.cluster.credentials import Secrets
+from flatcake_server.cluster.directory import Directory
+from flatcake_server.cluster.members import Member, Membership, State, Verdict
+from flatcake_server.cluster.peer_service import PeerService
+from flatcake_server.cluster.peers import Peers
+from flatcake_server.cluster.publisher import Publisher
+from flatcake_server.cluster.remote import RemoteLookup
+from flatcake_server.cluster.static_directory import StaticDirectory
+from flatcake_server.records import SegmentRecord
+from flatcake_server.rpc import Timings
+from flatcake_server.stats import ClusterStats
+from flatcake_server.store import Store
+from flatcake_transport.address import MISSING
+from flatcake_transport.errors import FlatCakeError, Unavailable
+from flatcake_transport.units import parse_listen
+
+log = logging.getLogger(__name__)
+
+JOIN_TRIES: Final = 3  # at the start: take the number, or ask who has it and take it over
+PUBLISH_PAUSE_S: Final = 0.1  # between two looks for what to publish: a commit is seen by others within it
+PUBLISH_RETRY_S: Final = 1.0
+SWEEP_S: Final = 1.0
+EAGER_LINKS_MAX: Final = 32  # in a small cluster everybody is linked before the first lookup needs it
+SEGMENTS_A_STEP: Final = 500  # published together at the start: a millisecond of the loop
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """From the configuration; see there."""
+
+    directory: str
+    name: str
+    peers: tuple[str, ...]
+    redis_url: str
+    node_ttl_s: float
+    anchor_ttl_s: float
+    publish_rate_max: float
+    peer_timeout_s: float
+    lease_ttl_s: float
+    leases_max: int
+    message_bytes_max: int
+    verify: bool
+
+
+class Cluster:
+    """Belongs to the event loop. Made before the wire, started after it."""
+
+    def __init__(
+        self, store: Store, me: Member, options: ClusterOptions, secrets: Secrets, fabric: store_pb2.Fabric,
+        timings: Timings,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._options = options
+        self._now_s = time.monotonic
+        self._background: set[asyncio.Task[Any]] = set()
+        self.counts: Counter[str] = Counter()
+        self.membership = Membership(me, options.node_ttl_s)
+        self._loans = Loans(options.leases_max)
+        self.peers = Peers(
+            me, options.name, secrets, options.peer_timeout_s, options.message_bytes_max,
+            lost=self._lost, now_s=self._now_s,
+        )  # fmt: skip
+        self.directory: Directory = self._directory()
+        self.publisher: Publisher | None = None
+        if options.directory == "redis":
+            self.publisher = Publisher(options.anchor_ttl_s, options.publish_rate_max)
+            store.catalog.watch = self._changed
+        self.service = PeerService(
+            store, me, options.name, secrets, fabric, options.lease_ttl_s, timings, refused=self._refusal
+        )
+        self.remote = RemoteLookup(
+            store, self.membership, self.directory, self.peers, self._loans, self.counts, options.peer_timeout_s,
+            options.verify, self._now_s, self._spawn,
+        )  # fmt: skip
+        self._listed_s = float("-inf")
+        self._refused = ""
+        self._silent = False
+
+    def _directory(self) -> Directory:
+        options = self._options
+        if options.directory == "static":
+            return StaticDirectory(options.peers, self.peers, self.membership)
+        try:
+            from flatcake_server.cluster.redis_directory import RedisDirectory
+        except ImportError as error:
+            raise Unavailable("directory redis needs the redis package: pip install 'flatcake[cluster]'") from error
+        return RedisDirectory(
+            options.redis_url, options.name, timeout_s=options.peer_timeout_s, anchor_ttl_s=options.anchor_ttl_s
+        )
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self, address: str) -> None:
+        """Take the number and begin. `address`: where peers reach us.
+
+        Raises: Unavailable: a living node has the number.
+        """
+        self.membership.me = replace(self.membership.me, address=address)
+        for _ in range(JOIN_TRIES):
+            await self._beat()
+            if self._refused:
+                raise Unavailable(self._refused)
+            if not self.membership.takeover:
+                break
+        state = self.membership.state(self._now_s())
+        log.log(
+            logging.INFO if state is State.JOINED else logging.WARNING,
+            "node %d of cluster %s at %s is %s (directory %s)",
+            self.membership.me.node_id, self._options.name, address, state.value, self._options.directory,
+        )  # fmt: skip
+        self._spawn(self._beats())
+        self._spawn(self._sweeps())
+        if self.publisher is not None:
+            self._spawn(self._publish_stored())
+            self._spawn(self._publishes(self.publisher))
+
+    async def stop(self) -> None:
+        """Leave, and let all links go. Twice is fine."""
+        joined = self.membership.state(self._now_s()) is State.JOINED
+        self.membership.leave()
+        self._store.catalog.watch = None
+        self.service.close()
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if joined:
+            try:
+                await self.directory.leave(self.membership.me)
+            except FlatCakeError as error:  # it will see us gone when the number lapses
+                log.info("left without a word: %s", error)
+        await self.peers.close()
+        await self.directory.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # -- membership ------------------------------------------------------------------------------------------------
+
+    async def _beats(self) -> None:
+        while True:
+            await asyncio.sleep(self.membership.wait_s(self._now_s()))
+            try:
+                await self._beat()
+            except Exception:
+                log.exception("a beat failed in a way nobody foresaw; the next one comes")
+                self.membership.failed(self._now_s(), random.random())  # noqa: S311
+
+    async def _beat(self) -> None:
+        membership, asked_s = self.membership, self._now_s()
+        listing = asked_s >= self._listed_s + membership.ttl_s
+        self.counts["directory/beat"] += 1
+        try:
+            beat = await self.directory.beat(membership.me, membership.ttl_s, membership.takeover, members=listing)
+        except FlatCakeError as error:
+            membership.failed(self._now_s(), random.random())  # noqa: S311
+            self.counts["directory_failures"] += 1
+            if not self._silent:
+                log.warning("no directory: local service goes on, remote lookups miss: %s", error)
+            self._silent = True
+            return
+        if self._silent:
+            log.info("the directory answers again")
+        self._silent = False
+        if beat.members is not None:
+            self._listed_s = asked_s
+        again = membership.answered(beat, asked_s)
+        if again and self.publisher is not None:
+            self.publisher.publish_again()
+        if beat.members is not None:
+            self._meet()
+        self._refused = ""
+        if beat.verdict is Verdict.TAKEN and beat.holder is not None:
+            await self._ask_holder(beat.holder)
+
+    def _meet(self) -> None:
+        """The list of members is new: let go of who left, and in a small cluster be linked to all."""
+        known = self.membership.known
+        self.peers.keep(known.values())
+        for member in known.values() if len(known) <= EAGER_LINKS_MAX else ():
+            if self.peers.usable(member) and not self.peers.linked(member):
+                self._spawn(self._link(member))
+
+    async def _link(self, member: Member) -> None:
+        try:
+            await self.peers.attach(member)
+        except FlatCakeError as error:
+            log.info("node %d at %s cannot be linked: %s", member.node_id, member.address, error)
+
+    async def _ask_holder(self, holder: Member) -> None:
+        """Somebody has our number: does that incarnation live?"""
+        node_id, name = self.membership.me.node_id, self._options.name
+        where = parse_listen(holder.address) if holder.address else None
+        try:
+            if where is not None:
+                async with asyncio.timeout(self._options.peer_timeout_s):
+                    _, writer = await asyncio.open_connection(where.host, where.port)
+                    writer.close()
+                reply = await self.peers.greet(holder.address)
+                if reply.incarnation == holder.incarnation:
+                    self._refused = (
+                        f"node {node_id} of cluster {name} is at {holder.address} already, and it answers: give this node "
+                        "another --node-id, or stop that one"
+                    )
+                    log.error("%s", self._refused)
+                    return
+                self.membership.holder_is_dead(holder.incarnation)
+        except ConnectionRefusedError:
+            self.membership.holder_is_dead(holder.incarnation)
+        except (FlatCakeError, OSError, TimeoutError) as error:
+            log.warning("whether node %d at %s lives cannot be told: %s", node_id, holder.address, error)
+
+    def _refusal(self) -> str:
+        """Why no peer is served now, or nothing. One that is cut off serves on: only its number may be another's."""
+        if self.membership.holder is not None:
+            return self._refused or f"node {self.membership.me.node_id} is another one now"
+        return ""
+
+    def _lost(self, member: Member) -> None:
+        if self._loans.end_of_node(member.node_id, member.incarnation):
+            log.info("node %d is gone, and with it what it had lent us", member.node_id)
+
+    # -- what the directory is told ----------------------------------------------------------------------------------
+
+    def _changed(self, segments: Iterable[SegmentRecord], visible: bool) -> None:
+        """Segments were published or went: the catalog says so within the same step."""
+        publisher = self.publisher
+        assert publisher is not None
+        for segment in segments:
+            keys = segment.keys[anchors_within(segment.first_block, segment.blocks)]
+            here = self._store.catalog.present(keys) != np.uint64(MISSING)  # another copy may stand
+            changed = keys[here] if visible else keys[~here]
+            (publisher.add if visible else publisher.remove)(key.tobytes() for key in changed)
+
+    async def _publish_stored(self) -> None:
+        """All that was here before the start, in steps: nobody's lookup waits for it."""
+        segments = list(self._store.catalog.segments)
+        for first in range(0, len(segments), SEGMENTS_A_STEP):
+            self._changed(segments[first : first + SEGMENTS_A_STEP], True)
+            await asyncio.sleep(0)
+
+    async def _publishes(self, publisher: Publisher) -> None:
+        while True:
+            now_s = self._now_s()
+            ours = self.membership.state(now_s) is State.JOINED and not self.membership.beats_failed
+            batch = publisher.take(now_s) if ours else None
+            if batch is None:
+                await asyncio.sleep(PUBLISH_PAUSE_S)
+                continue
+            self.counts["directory/tell"] += 1
+            try:
+                await self.directory.tell(self.membership.me, batch)
+            except FlatCakeError as error:
+                publisher.lost()
+                self.counts["directory_failures"] += 1
+                log.info("anchors are told again later: %s", error)
+                await asyncio.sleep(PUBLISH_RETRY_S)
+            except BaseException:
+                publisher.lost()
+                raise
+            else:
+                publisher.arrived(now_s)
+
+    async def _sweeps(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.remote.sweep()
+
+    # -- what operators see ------------------------------------------------------------------------------------------
+
+    def stats(self) -> ClusterStats:
+        counts, peer_counts = self.counts, self._store.peer_counts
+        told = self.publisher.stats() if self.publisher is not None else None
+        return ClusterStats(
+            directory=self._options.directory,
+            state=self.membership.state(self._now_s()).value,
+            refusal=self._refused,
+            nodes=1 + len(self.membership.known),
+            links=len(self.peers),
+            attached=self.service.attached,
+            loans=len(self._loans),
+            anchors_published=told.published if told else 0,
+            anchors_pending=told.pending if told else 0,
+            anchors_published_total=told.published_total if told else 0,
+            anchors_withdrawn_total=told.withdrawn_total if told else 0,
+            remote_lookups_total=counts["remote_lookups"],
+            remote_hits_total=counts["remote_hits"],
+            remote_misses_total=counts["remote_misses"],
+            remote_failures_total=counts["remote_failures"],
+            remote_blocks_total=counts["remote_blocks"],
+            stale_hints_total=counts["stale_hints"],
+            directory_failures_total=counts["directory_failures"],
+            strangers_total=self.service.counts["strangers"],
+            peer_lookups_total=peer_counts["lookups"],
+            peer_hit_blocks_total={medium: peer_counts[f"hit_blocks/{medium}"] for medium in ("memory", "ssd")},
+            directory_calls_total={verb: counts[f"directory/{verb}"] for verb in ("beat", "tell", "probe")},
+            peer_calls_total=dict(self.peers.calls),
+        )
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The node itself first, then the others it knows, by number."""
+        membership = self.membership
+        state = membership.state(self._now_s())
+        rows = [_row(membership.me, "this node", state.value)]
+        for _, member in sorted(membership.known.items()):
+            linked = "linked" if self.peers.linked(member) else "known" if self.peers.usable(member) else "silent"
+            rows.append(_row(member, linked, "joined"))
+        return rows
+
+
+def _row(member: Member, link: str, state: str) -> dict[str, Any]:
+    return {
+        "node": member.node_id,
+        "state": state,
+        "link": link,
+        "address": member.address,
+        "version": member.version,
+        "incarnation": member.incarnation.hex(),
+    }

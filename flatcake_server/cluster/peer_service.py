@@ -1,0 +1,177 @@
+"""What other nodes ask of this one: who it is, how long a prefix it holds, and a lease on it.
+
+A peer greets, proves that it knows the cluster's token, and stays attached as long as its stream is open. To the store it is a
+client: its leases are pinned, renewed, released and expire as those of engines, and end with the stream. How our memory
+and disks are reached (UCX address, rkey, NVMe-oF) is said to attached peers only.
+
+Survived: greetings that are never completed (a bounded table, the oldest goes), a peer that restarts (its older attachments
+end at once), one that vanishes (keepalive ends its stream), one that attaches again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+import grpc
+import numpy as np
+
+from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc, store_pb2
+from flatcake_server.cluster.credentials import Secrets
+from flatcake_server.cluster.members import Member
+from flatcake_server.cluster.proof import NONCE_BYTES, Handshake
+from flatcake_server.rpc import Context, Edge, Timings, add_runs, keys_of
+from flatcake_server.store import Store
+from flatcake_transport.address import MISSING
+from flatcake_transport.space import SpaceSpec
+
+PROTOCOL: Final = 1
+GREETINGS_MAX: Final = 1024
+BEAT_S_MIN: Final = 0.1  # however impatient the asker is
+
+
+async def _within(event: asyncio.Event, timeout_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+    return event.is_set()
+
+
+class PeerService(peer_pb2_grpc.PeerServicer):
+    """Belongs to the event loop. `refused`: why no peer is served now, or nothing."""
+
+    def __init__(
+        self,
+        store: Store,
+        me: Member,
+        cluster: str,
+        secrets_: Secrets,
+        fabric: store_pb2.Fabric,
+        lease_ttl_s: float,
+        timings: Timings,
+        *,
+        refused: Callable[[], str],
+    ) -> None:
+        self._store = store
+        self._me = me
+        self._cluster = cluster
+        self._token = secrets_.token
+        self._fabric = fabric
+        self._lease_ttl_s = lease_ttl_s
+        self._timings = timings
+        self._refused = refused
+        self._greetings: OrderedDict[bytes, Handshake] = OrderedDict()
+        self._attached: dict[int, tuple[Handshake, asyncio.Event]] = {}
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def attached(self) -> int:
+        return len(self._attached)
+
+    def close(self) -> None:
+        """End all attachments: the peers know at once."""
+        for _, ended in self._attached.values():
+            ended.set()
+
+    async def Greet(self, request: peer_pb2.GreetRequest, context: Context) -> peer_pb2.GreetReply:  # noqa: N802
+        async with Edge(context, self._timings, "peer_greet"):
+            me = self._me
+            if request.protocol != PROTOCOL:
+                raise ValueError(f"the peer speaks protocol {request.protocol}, this node {PROTOCOL}: update the older")
+            if request.cluster != self._cluster:
+                raise ValueError(f"the peer is of cluster {request.cluster!r}, this node of {self._cluster!r}")
+            if len(request.nonce) != NONCE_BYTES or len(request.incarnation) != len(me.incarnation):
+                raise ValueError("a greeting has a nonce and an incarnation of 16 bytes each")
+            shake = Handshake(
+                request.incarnation,
+                request.node_id,
+                request.nonce,
+                me.incarnation,
+                me.node_id,
+                secrets.token_bytes(NONCE_BYTES),
+            )
+            # Who differs in format, or has our own number, is told who we are, and can get no further.
+            if request.cluster_fingerprint == me.fingerprint and request.node_id != me.node_id:
+                self._greetings[shake.server_nonce] = shake
+                if len(self._greetings) > GREETINGS_MAX:
+                    self._greetings.popitem(last=False)
+            return peer_pb2.GreetReply(
+                protocol=PROTOCOL,
+                version=me.version,
+                cluster_fingerprint=me.fingerprint,
+                node_id=me.node_id,
+                incarnation=me.incarnation,
+                nonce=shake.server_nonce,
+                proof=shake.proof(self._token, "server"),
+            )
+
+    async def Attach(  # noqa: N802
+        self, request: peer_pb2.AttachRequest, context: Context
+    ) -> AsyncIterator[peer_pb2.Attached]:
+        shake = self._greetings.pop(request.nonce, None)
+        if shake is None or not shake.proves(self._token, "asker", request.proof):
+            self.counts["strangers"] += 1
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "greet first, and with the cluster's token")
+        assert shake is not None
+        async with Edge(context, self._timings, "peer_attach"):
+            client = self._store.hello(f"node {shake.asker_node}")
+            self._store.clients.attach(client.client_id, client.token, client.seen_s)
+        for other, over in self._attached.values():
+            if other.asker_node == shake.asker_node and other.asker != shake.asker:
+                over.set()
+        ended = asyncio.Event()
+        self._attached[client.client_id] = shake, ended
+        try:
+            yield peer_pb2.Attached(peer_id=client.client_id, incarnation=self._me.incarnation, fabric=self._fabric)
+            while not await _within(ended, max(request.beat_ms / 1000, BEAT_S_MIN)):
+                yield peer_pb2.Attached(incarnation=self._me.incarnation)
+        finally:
+            del self._attached[client.client_id]
+            self._store.retirement.spawn(self._store.client_gone(client.client_id))
+
+    async def Probe(self, request: peer_pb2.ProbeRequest, context: Context) -> peer_pb2.ProbeReply:  # noqa: N802
+        await self._known(request, context)
+        async with Edge(context, self._timings, "peer_probe"):
+            held = self._store.catalog.present(keys_of(request.keys)) != np.uint64(MISSING)
+            return peer_pb2.ProbeReply(incarnation=self._me.incarnation, held=held.astype(np.uint8).tobytes())
+
+    async def Find(self, request: peer_pb2.FindRequest, context: Context) -> peer_pb2.FindReply:  # noqa: N802
+        peer_id = await self._known(request, context)
+        async with Edge(context, self._timings, "peer_find"):
+            spec = SpaceSpec.from_json(request.space)
+            fingerprint = spec.fingerprint
+            if fingerprint not in self._store.spaces:
+                self._store.open_space(spec, fingerprint)
+            found = self._store.lookup(
+                peer_id, fingerprint, keys_of(request.keys), pin=request.pin, counts=self._store.peer_counts
+            )
+            reply = peer_pb2.FindReply(
+                incarnation=self._me.incarnation,
+                lease_id=found.lease_id,
+                lease_ttl_ms=int(self._lease_ttl_s * 1000),
+            )
+            add_runs(reply.runs, found.runs)
+            return reply
+
+    async def Prolong(self, request: peer_pb2.ProlongRequest, context: Context) -> peer_pb2.ProlongReply:  # noqa: N802
+        peer_id = await self._known(request, context)
+        async with Edge(context, self._timings, "peer_prolong"):
+            alive = self._store.renew(peer_id, request.lease_ids)
+            return peer_pb2.ProlongReply(incarnation=self._me.incarnation, alive=alive)
+
+    async def GiveBack(self, request: peer_pb2.GiveBackRequest, context: Context) -> peer_pb2.GiveBackReply:  # noqa: N802
+        peer_id = await self._known(request, context)
+        async with Edge(context, self._timings, "peer_give_back"):
+            self._store.release(peer_id, request.lease_ids)
+            return peer_pb2.GiveBackReply(incarnation=self._me.incarnation)
+
+    async def _known(self, request: Any, context: Context) -> int:
+        """The caller's id as a client of the store, if it is an attached peer."""
+        if request.peer_id not in self._attached:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "attach first")
+        if reason := self._refused():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+        return self._store.client(request.peer_id).client_id

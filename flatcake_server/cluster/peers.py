@@ -1,0 +1,271 @@
+"""What this node asks of others: one link a node, made when it is first needed, lost with its stream.
+
+A link is good for one incarnation at one address. A reply from another incarnation, the end of the stream, or a member that is
+listed with another incarnation or address ends it, and with it everything that was known through it. A peer that failed is
+not asked again for a moment, so a dead one costs one lookup its time and not every one.
+
+Every verb is one round trip within its deadline and raises `Unavailable`. Greeting and attaching are two more, once a link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc, store_pb2
+from flatcake_server.cluster.credentials import Secrets
+from flatcake_server.cluster.members import Member
+from flatcake_server.cluster.peer_service import PROTOCOL
+from flatcake_server.cluster.proof import NONCE_BYTES, Handshake
+from flatcake_transport.endpoint import grpc_target
+from flatcake_transport.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+# A peer that failed is left alone: for longer each time, so that a dead one costs a lookup in so many.
+PAUSE_S_MIN: Final = 1.0
+PAUSE_S_MAX: Final = 10.0
+BEATS_A_TIMEOUT: Final = 3  # two may be late
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """An attachment to one incarnation of a node."""
+
+    member: Member
+    stub: Any
+    peer_id: int
+    fabric: store_pb2.Fabric
+    life: Any  # the stream
+    watcher: asyncio.Task[None] | None = None
+
+
+class Peers:
+    """Belongs to the event loop. `lost` is told of each link that ended, once."""
+
+    def __init__(
+        self,
+        me: Member,
+        cluster: str,
+        secrets_: Secrets,
+        timeout_s: float,
+        message_bytes_max: int,
+        *,
+        lost: Callable[[Member], None],
+        now_s: Callable[[], float],
+    ) -> None:
+        self._me = me
+        self._cluster = cluster
+        self._secrets = secrets_
+        self._timeout_s = timeout_s
+        self._lost = lost
+        self._now_s = now_s
+        # Channels are let go of, never closed by word: `grpc.aio.Channel.close` looks through the stacks of all tasks, and after
+        # that the servers of this process answered no call any more (grpcio 1.76). The last reference ends the connection.
+        self._options = [
+            ("grpc.max_receive_message_length", message_bytes_max),
+            ("grpc.max_send_message_length", message_bytes_max),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        self._links: dict[int, Link] = {}
+        self._linking: dict[int, asyncio.Task[Link]] = {}
+        self._pauses: dict[int, tuple[Member, float, float]] = {}  # until when, and how long
+        self.calls: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def linked(self, member: Member) -> bool:
+        link = self._links.get(member.node_id)
+        return link is not None and link.member == member
+
+    def usable(self, member: Member) -> bool:
+        """Not one that failed a moment ago."""
+        paused = self._pauses.get(member.node_id)
+        return paused is None or paused[0] != member or self._now_s() >= paused[1]
+
+    def keep(self, members: Iterable[Member]) -> None:
+        """Who is there now: links to others, or to earlier incarnations of these, end."""
+        known = {member.node_id: member for member in members}
+        for node_id, link in list(self._links.items()):
+            if known.get(node_id) != link.member:
+                self._drop(link)
+        for node_id in [node_id for node_id in self._pauses if node_id not in known]:
+            del self._pauses[node_id]
+
+    async def greet(self, address: str) -> peer_pb2.GreetReply:
+        """Who is at an address. Raises: Unavailable: nobody, not in time, or without the cluster's token."""
+        reply, _ = await self._greet(peer_pb2_grpc.PeerStub(self._channel(address)), self._timeout_s)
+        return reply
+
+    async def find(
+        self, member: Member, space: bytes, keys: bytes, *, pin: bool, timeout_s: float
+    ) -> tuple[peer_pb2.FindReply, store_pb2.Fabric]:
+        """The runs of the longest prefix of a chain that the member holds, and how its bytes are reached."""
+        link = await self._link(member)
+        request = peer_pb2.FindRequest(peer_id=link.peer_id, space=space, keys=keys, pin=pin)
+        return await self._ask(link, "find", link.stub.Find, request, timeout_s), link.fabric
+
+    async def probe(self, member: Member, keys: Sequence[bytes]) -> bytes:
+        """One byte a key: 1 where it is stored there."""
+        link = await self._link(member)
+        request = peer_pb2.ProbeRequest(peer_id=link.peer_id, keys=b"".join(keys))
+        return bytes((await self._ask(link, "probe", link.stub.Probe, request, self._timeout_s)).held)
+
+    async def prolong(self, node_id: int, incarnation: bytes, lease_ids: Sequence[int]) -> list[int]:
+        """Which of the leases live on."""
+        link = self._standing(node_id, incarnation)
+        request = peer_pb2.ProlongRequest(peer_id=link.peer_id, lease_ids=lease_ids)
+        return list((await self._ask(link, "prolong", link.stub.Prolong, request, self._timeout_s)).alive)
+
+    async def give_back(self, node_id: int, incarnation: bytes, lease_ids: Sequence[int]) -> None:
+        link = self._standing(node_id, incarnation)
+        request = peer_pb2.GiveBackRequest(peer_id=link.peer_id, lease_ids=lease_ids)
+        await self._ask(link, "give_back", link.stub.GiveBack, request, self._timeout_s)
+
+    async def attach(self, member: Member) -> None:
+        """Have a link before it is needed."""
+        await self._link(member)
+
+    async def close(self) -> None:
+        for task in list(self._linking.values()):
+            task.cancel()
+        for link in list(self._links.values()):
+            self._drop(link)
+        await asyncio.gather(*self._linking.values(), return_exceptions=True)
+
+    # -- links -----------------------------------------------------------------------------------------------------
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        return self._secrets.channel(grpc_target(address), self._options)
+
+    def _standing(self, node_id: int, incarnation: bytes) -> Link:
+        link = self._links.get(node_id)
+        if link is None or link.member.incarnation != incarnation:
+            raise Unavailable(f"node {node_id} is another one now")
+        return link
+
+    async def _link(self, member: Member) -> Link:
+        link = self._links.get(member.node_id)
+        if link is not None and link.member == member:
+            return link
+        task = self._linking.get(member.node_id)
+        if task is None:
+            task = asyncio.ensure_future(self._attach(member))
+            self._linking[member.node_id] = task
+            task.add_done_callback(lambda _: self._linking.pop(member.node_id, None))
+        link = await asyncio.shield(task)  # others wait for the same one
+        if link.member != member:
+            raise Unavailable(f"node {member.node_id} is another one now")
+        return link
+
+    async def _attach(self, member: Member) -> Link:
+        if (old := self._links.get(member.node_id)) is not None:
+            self._drop(old)
+        stub = peer_pb2_grpc.PeerStub(self._channel(member.address))
+        try:
+            attached, life = await self._enter(stub, member)
+        except Unavailable:
+            self._pause(member)
+            raise
+        link = Link(member, stub, attached.peer_id, attached.fabric, life)
+        self._links[member.node_id] = link
+        self._pauses.pop(member.node_id, None)
+        link.watcher = asyncio.ensure_future(self._watch(link))
+        return link
+
+    async def _enter(self, stub: Any, member: Member) -> tuple[peer_pb2.Attached, Any]:
+        """Greet and attach, each proving itself to the other."""
+        reply, shake = await self._greet(stub, self._timeout_s)
+        if reply.incarnation != member.incarnation:
+            raise Unavailable(f"another node than {member.node_id} answers at {member.address}")
+        self.calls["attach"] += 1
+        proof = shake.proof(self._secrets.token, "asker")
+        beat_ms = int(self._timeout_s * 1000 / BEATS_A_TIMEOUT)
+        life = stub.Attach(peer_pb2.AttachRequest(nonce=reply.nonce, proof=proof, beat_ms=beat_ms))
+        try:
+            attached = await asyncio.wait_for(life.read(), self._timeout_s)
+        except (grpc.RpcError, TimeoutError) as error:
+            raise Unavailable(f"node {member.node_id} does not let us attach: {_said(error)}") from error
+        if not isinstance(attached, peer_pb2.Attached) or attached.incarnation != member.incarnation:
+            raise Unavailable(f"node {member.node_id} ended the attachment")
+        return attached, life
+
+    async def _greet(self, stub: Any, timeout_s: float) -> tuple[peer_pb2.GreetReply, Handshake]:
+        me, nonce = self._me, secrets.token_bytes(NONCE_BYTES)
+        request = peer_pb2.GreetRequest(
+            protocol=PROTOCOL,
+            version=me.version,
+            cluster=self._cluster,
+            cluster_fingerprint=me.fingerprint,
+            node_id=me.node_id,
+            incarnation=me.incarnation,
+            nonce=nonce,
+        )
+        self.calls["greet"] += 1
+        try:
+            reply = await stub.Greet(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise Unavailable(f"a peer cannot be greeted: {_said(error)}") from error
+        shake = Handshake(me.incarnation, me.node_id, nonce, reply.incarnation, reply.node_id, reply.nonce)
+        if not shake.proves(self._secrets.token, "server", reply.proof):
+            raise Unavailable(f"node {reply.node_id} does not know the cluster's token")
+        return reply, shake
+
+    async def _watch(self, link: Link) -> None:
+        """Until its stream ends or is silent: then the peer has given back, or will, what it lent us."""
+        try:
+            while isinstance(await asyncio.wait_for(link.life.read(), self._timeout_s), peer_pb2.Attached):
+                pass
+        except TimeoutError:
+            self._pause(link.member)
+        except grpc.RpcError as error:
+            log.debug("the link to node %d ended: %s", link.member.node_id, _said(error))
+        self._drop(link)
+
+    async def _ask(
+        self, link: Link, verb: str, call: Callable[..., Awaitable[Any]], request: Any, timeout_s: float
+    ) -> Any:
+        self.calls[verb] += 1
+        try:
+            reply = await call(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+            if code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self._pause(link.member)
+            if code is grpc.StatusCode.UNAUTHENTICATED:  # it gave us up
+                self._drop(link)
+            raise Unavailable(f"node {link.member.node_id} does not answer: {_said(error)}") from error
+        if reply.incarnation != link.member.incarnation:
+            self._drop(link)
+            raise Unavailable(f"node {link.member.node_id} is another one now")
+        self._pauses.pop(link.member.node_id, None)
+        return reply
+
+    def _pause(self, member: Member) -> None:
+        before = self._pauses.get(member.node_id)
+        pause_s = min(PAUSE_S_MAX, 2 * before[2]) if before is not None and before[0] == member else PAUSE_S_MIN
+        self._pauses[member.node_id] = member, self._now_s() + pause_s, pause_s
+
+    def _drop(self, link: Link) -> None:
+        if self._links.get(link.member.node_id) is not link:
+            return
+        del self._links[link.member.node_id]
+        link.life.cancel()
+        if link.watcher is not None:
+            link.watcher.cancel()
+        self._lost(link.member)
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name.lower()}: {error.details()}"
+    return str(error) or type(error).__name__

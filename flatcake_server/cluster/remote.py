@@ -1,0 +1,205 @@
+"""Lookups that go on at another node: two round trips, each within the caller's time, and a lease that hangs on ours.
+
+    directory   which nodes hold the anchors beyond the local hit
+    peer        the node with the longest prefix looks its own index up, and pins what it finds
+
+Whatever fails is a shorter hit. An entry that is stale costs the second trip; the owner verifies by key, so it never costs more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from flatcake_proto.v1 import peer_pb2, store_pb2
+from flatcake_server.cluster.anchors import choose, probes
+from flatcake_server.cluster.borrowed import Loan, Loans
+from flatcake_server.cluster.directory import Directory
+from flatcake_server.cluster.members import Member, Membership, State
+from flatcake_server.cluster.peers import Peers
+from flatcake_server.records import KeyArray
+from flatcake_server.store import Store
+from flatcake_transport.address import Address
+from flatcake_transport.errors import FlatCakeError, Unavailable
+from flatcake_transport.space import SpaceSpec
+
+log = logging.getLogger(__name__)
+
+PEER_SHARE: Final = 0.9  # of the time left: it is the peer that was silent, not the caller that gave up
+DIRECTORY_PAUSE_S: Final = 1.0  # a directory that did not answer a lookup is not asked by the next ones
+
+
+@dataclass(slots=True)
+class RemoteLookup:
+    """The wire's `Remote`. Belongs to the event loop."""
+
+    store: Store
+    membership: Membership
+    directory: Directory
+    peers: Peers
+    loans: Loans
+    counts: Counter[str]
+    timeout_s: float
+    verify: bool  # what is read from others is compared with its checksums
+    now_s: Callable[[], float]
+    spawn: Callable[..., None]
+    _pause_s: float = float("-inf")
+
+    async def extend(
+        self,
+        reply: store_pb2.LookupReply,
+        client_id: int,
+        spec: SpaceSpec,
+        keys: KeyArray,
+        held: int,
+        *,
+        pin: bool,
+        time_s: float,
+    ) -> None:
+        """As the wire asks for it (rpc.Remote)."""
+        lengths = probes(held, len(keys))
+        if not len(lengths) or self.membership.state(self.now_s()) is not State.JOINED:
+            return
+        self.counts["remote_lookups"] += 1
+        deadline_s = self.now_s() + min(self.timeout_s, time_s / 2)
+        try:
+            async with asyncio.timeout(deadline_s - self.now_s()):
+                member = await self._holder([keys[length - 1].tobytes() for length in lengths.tolist()])
+                blocks = 0
+                if member is not None:
+                    blocks = await self._find(reply, client_id, member, spec, keys[held:], pin, deadline_s)
+            self.counts["remote_hits" if blocks else "remote_misses"] += 1
+            self.counts["remote_blocks"] += blocks
+        except (FlatCakeError, TimeoutError) as error:
+            self.counts["remote_failures"] += 1
+            log.info("a lookup ends with the local blocks: %s", error or "no answer in time")
+        except Exception:
+            self.counts["remote_failures"] += 1
+            log.exception("a remote lookup failed in a way nobody foresaw; it ends with the local blocks")
+
+    async def _holder(self, anchors: Sequence[bytes]) -> Member | None:
+        """The member that holds most of these anchors, without gaps from the first."""
+        if self.membership.beats_failed or self.now_s() < self._pause_s:
+            raise Unavailable("the directory does not answer")
+        self.counts["directory/probe"] += 1
+        asked = False
+        try:
+            found = await self.directory.probe(anchors)
+            asked = True
+        finally:
+            if not asked:  # also when the caller's time was over
+                self._pause_s = self.now_s() + DIRECTORY_PAUSE_S
+                self.counts["directory_failures"] += 1
+        membership = self.membership
+        usable: dict[tuple[int, bytes], bool] = {}
+        for holder in {holder for holders in found for holder in holders}:
+            member = membership.live(*holder)
+            usable[holder] = member is not None and self.peers.usable(member)
+        nodes = [{holder.node_id for holder in holders if usable[holder]} for holders in found]
+        node_id = choose(nodes, membership.me.node_id)
+        return None if node_id is None else membership.known.get(node_id)
+
+    async def _find(
+        self,
+        reply: store_pb2.LookupReply,
+        client_id: int,
+        member: Member,
+        spec: SpaceSpec,
+        keys: KeyArray,
+        pin: bool,
+        deadline_s: float,
+    ) -> int:
+        """Ask the member for the exact runs; how many blocks they have."""
+        asked_s = self.now_s()
+        found, fabric = await self.peers.find(
+            member, spec.to_json(), keys.tobytes(), pin=pin, timeout_s=PEER_SHARE * (deadline_s - asked_s)
+        )
+        blocks = _checked(found, member, len(keys))
+        if not blocks:
+            self.counts["stale_hints"] += 1
+            return 0
+        ttl_s = found.lease_ttl_ms / 1000
+        if found.lease_id:
+            if not reply.lease_id:
+                reply.lease_id = self.store.leases.grant(client_id, (), self.now_s()).lease_id
+            loan = Loan(member.node_id, member.incarnation, found.lease_id, ttl_s, asked_s + ttl_s)
+            self.loans.add(reply.lease_id, loan)
+        reply.runs.extend(found.runs)
+        reply.nodes.add(
+            node_id=member.node_id,
+            incarnation=member.incarnation,
+            address=member.address,
+            lease_id=found.lease_id,
+            lease_ttl_ms=found.lease_ttl_ms,
+            lease_spent_ms=int((self.now_s() - asked_s) * 1000) + 1,
+            fabric=fabric,
+            verify=self.verify,
+        )
+        return blocks
+
+    async def renewed(self, lease_ids: Sequence[int]) -> list[int]:
+        """As the wire asks for it (rpc.Remote)."""
+        asked_s = self.now_s()
+        by_owner: dict[tuple[int, bytes], dict[int, Loan]] = {}
+        for lease_id in lease_ids:
+            if (loan := self.loans.get(lease_id, asked_s)) is not None:
+                by_owner.setdefault((loan.node_id, loan.incarnation), {})[lease_id] = loan
+        alive: list[int] = []
+
+        async def of_one(owner: tuple[int, bytes], loans: dict[int, Loan]) -> None:
+            try:
+                ids = [loan.lease_id for loan in loans.values()]
+                living = set(await self.peers.prolong(*owner, ids))
+            except FlatCakeError as error:
+                log.info("leases of node %d are not renewed: %s", owner[0], error)
+                return
+            for lease_id, loan in loans.items():
+                if loan.lease_id in living:
+                    self.loans.renewed(lease_id, loan, asked_s)
+                    alive.append(lease_id)
+                else:
+                    self.loans.end([lease_id])
+
+        await asyncio.gather(*(of_one(owner, loans) for owner, loans in by_owner.items()))
+        return alive
+
+    def released(self, lease_ids: Sequence[int]) -> None:
+        """As the wire asks for it (rpc.Remote)."""
+        self._give_back(self.loans.end(id_ for id_ in lease_ids if self.store.leases.get(id_) is None))
+
+    def sweep(self) -> None:
+        """Give back what hangs on leases that ended without a word: their client died, or they lapsed."""
+        self._give_back(self.loans.orphans(lambda lease_id: self.store.leases.get(lease_id) is not None))
+
+    def _give_back(self, loans: Sequence[Loan]) -> None:
+        by_owner: dict[tuple[int, bytes], list[int]] = {}
+        for loan in loans:
+            by_owner.setdefault((loan.node_id, loan.incarnation), []).append(loan.lease_id)
+        for owner, lease_ids in by_owner.items():
+            self.spawn(self._told(owner, lease_ids))
+
+    async def _told(self, owner: tuple[int, bytes], lease_ids: Sequence[int]) -> None:
+        try:
+            await self.peers.give_back(*owner, lease_ids)
+        except FlatCakeError as error:  # they end with the link, or by expiry
+            log.debug("leases of node %d are not given back by word: %s", owner[0], error)
+
+
+def _checked(found: peer_pb2.FindReply, member: Member, asked: int) -> int:
+    """How many blocks were found. Raises: Unavailable: the reply makes no sense."""
+    blocks = 0
+    for run in found.runs:
+        try:
+            node_id = Address(run.segment).node
+        except ValueError as error:
+            raise Unavailable(f"node {member.node_id} names a medium that this one does not know") from error
+        if node_id != member.node_id or run.first_block + run.blocks > run.segment_blocks or not run.blocks:
+            raise Unavailable(f"node {member.node_id} names blocks that it cannot hold")
+        blocks += run.blocks
+    if blocks > asked:
+        raise Unavailable(f"node {member.node_id} found more blocks than it was asked for")
+    return blocks

@@ -1,0 +1,54 @@
+"""What one option cannot say of itself: whether options fit each other. Each refusal says what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flatcake_transport.units import parse_listen
+
+if TYPE_CHECKING:
+    from flatcake_server.config import NodeConfig
+
+
+def refuse_bad_cluster(node: NodeConfig) -> None:
+    """Raises: ValueError: a directory without what it needs, half of TLS, or a node open to everybody."""
+    tls = [name for name in ("tls_cert_file", "tls_key_file", "tls_ca_file") if getattr(node, name)]
+    if len(tls) in (1, 2):
+        raise ValueError(f"{tls[0]} is set, but TLS needs tls_cert_file, tls_key_file and tls_ca_file: give all three")
+    for address in (*node.peers, *([node.advertise] if node.advertise else [])):
+        if parse_listen(address) is None:
+            raise ValueError(f"{address!r} is no address of a node: write host:port")
+    if node.directory == "none":
+        return
+    listen = parse_listen(node.grpc_listen)
+    if listen is None:
+        raise ValueError(
+            "grpc_listen is off, but peers must reach this node: give it host:port, or set directory to none"
+        )
+    wanted = {"static": "peers", "redis": "redis_url"}[node.directory]
+    if not getattr(node, wanted):
+        raise ValueError(f"directory is {node.directory}, which needs {wanted}: set it")
+    if not listen.loopback and not tls and not node.cluster_token_file:
+        raise ValueError(
+            f"grpc_listen {node.grpc_listen} is reachable from other machines, and anybody there could read every block: set "
+            "cluster_token_file, or the three tls_*_file, or both (see docs/security.md)"
+        )
+
+
+def refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path], socket_bytes_max: int) -> None:
+    """Raises: ValueError: a socket too long to bind, a relative path, or disks that lie in each other."""
+    if len(os.fsencode(socket)) > socket_bytes_max:
+        raise ValueError(f"socket {socket} is longer than {socket_bytes_max} bytes: choose a shorter path")
+    for path in (socket, *ssd_paths):
+        if not path.is_absolute():
+            raise ValueError(f"path {path} is relative: write it from the root, like /mnt/nvme0/flatcake")
+    real = [Path(os.path.realpath(path)) for path in ssd_paths]
+    for i, path in enumerate(real):
+        for other in real[i + 1 :]:
+            if path == other or path in other.parents or other in path.parents:
+                raise ValueError(
+                    f"ssd_paths {path} and {other} lie in each other: give each disk one directory of its own"
+                )
