@@ -19,7 +19,8 @@ from flatcake_transport.movers.ucx_server import UcxServer
 from flatcake_transport.remote import RemoteMemory, unseal_memory
 
 OPTIONS = {"TLS": "tcp", "NET_DEVICES": "lo"}  # loopback only
-PEER_TIMEOUT_S = 0.5
+PEER_TIMEOUT_S = 1.5  # a peer on a busy machine may be silent for a second
+PATIENT_S = 20.0  # where no peer is meant to be lost
 
 
 def ucx_here() -> UcxLibrary:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conformance.movers import Setting, check_mover
-from ucx_peer import OPTIONS, PEER_TIMEOUT_S, ucx_here
+from ucx_peer import OPTIONS, PATIENT_S, ucx_here
 
 from flatcake_transport.movers.ucx import UcxMover
 from flatcake_transport.movers.ucx_lib import CHOICE, UcxLibrary
@@ -31,7 +31,7 @@ def server(library: UcxLibrary) -> Iterator[UcxServer]:
 @pytest.mark.parametrize("chunk_bytes", [4 << 20, 100_003], ids=["as shipped", "small gets"])
 def test_ucx(library: UcxLibrary, server: UcxServer, chunk_bytes: int) -> None:
     def make() -> UcxMover:
-        return UcxMover(library, options=OPTIONS, peer_timeout_s=PEER_TIMEOUT_S, chunk_bytes=chunk_bytes)
+        return UcxMover(library, options=OPTIONS, peer_timeout_s=PATIENT_S, chunk_bytes=chunk_bytes)
 
     check_mover(Setting(make, lambda a: a, lambda a: a), None, partial(server.expose, writable=True))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ucx_peer import OPTIONS, PEER_TIMEOUT_S, Peer, pattern, ucx_here
+from ucx_peer import OPTIONS, PATIENT_S, PEER_TIMEOUT_S, Peer, pattern, ucx_here
 from waiting import pause, until
 
 from flatcake_transport.errors import Unavailable
@@ -139,7 +139,8 @@ def test_a_cancelled_get_holds_its_memory_until_it_rests(mover: UcxMover) -> Non
         until(lambda: sys.getrefcount(target) < holders)
 
 
-def test_cancelling_begins_no_further_piece(mover: UcxMover, well: Peer) -> None:
+def test_cancelling_begins_no_further_piece(library: UcxLibrary, well: Peer) -> None:
+    mover = UcxMover(library, options=OPTIONS, peer_timeout_s=PATIENT_S)
     target = np.zeros(SIZE, np.uint8)
     moves = [Move(RemoteSpan(well.memory, 0, SIZE), MemorySpan(target))] * 64
     transfer = mover.submit(moves)
@@ -147,6 +148,7 @@ def test_cancelling_begins_no_further_piece(mover: UcxMover, well: Peer) -> None
     with pytest.raises(Unavailable, match="cancelled"):
         transfer.wait(30)
     assert mover.stats().bytes_moved < 64 * SIZE
+    mover.close()
 
 
 def test_a_peer_known_to_be_gone_fails_at_once(library: UcxLibrary) -> None:
@@ -160,12 +162,13 @@ def test_a_peer_known_to_be_gone_fails_at_once(library: UcxLibrary) -> None:
     mover.close()
 
 
-def test_flaps_leave_nothing_behind(library: UcxLibrary, mover: UcxMover) -> None:
+def test_flaps_leave_nothing_behind(library: UcxLibrary) -> None:
     """A peer comes, is read from, and goes in the middle of a get, again and again."""
+    mover = UcxMover(library, options=OPTIONS, peer_timeout_s=PATIENT_S)
     size, target, settled = 1 << 20, np.zeros(1 << 20, np.uint8), (0, 0)
     content = pattern(size)
     for flap in range(FLAPS):
-        server = UcxServer(library, options=OPTIONS, peer_timeout_s=PEER_TIMEOUT_S)
+        server = UcxServer(library, options=OPTIONS, peer_timeout_s=PATIENT_S)
         memory = server.expose(content)
         fetch(mover, memory, target).wait(30)
         left = fetch(mover, memory, target) if flap % 2 else None
@@ -182,3 +185,4 @@ def test_flaps_leave_nothing_behind(library: UcxLibrary, mover: UcxMover) -> Non
     assert open_files() <= settled[0] + 4
     assert resident_bytes() <= settled[1] + (16 << 20)
     assert mover.stats().bytes_moved >= FLAPS * size
+    mover.close()

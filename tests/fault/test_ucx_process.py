@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ucx_peer import OPTIONS, PEER_TIMEOUT_S, pattern, ucx_here
+from ucx_peer import OPTIONS, PATIENT_S, pattern, ucx_here
 from waiting import until
 
 from flatcake_transport.errors import Overloaded, Unavailable
@@ -34,7 +34,7 @@ class Served:
         os.ftruncate(self.fd, SIZE)
         self.bytes = np.frombuffer(mmap.mmap(self.fd, SIZE), np.uint8)
         self.bytes[:] = pattern(SIZE)
-        self.process = UcxProcess([(self.fd, SIZE)], options=OPTIONS, peer_timeout_s=PEER_TIMEOUT_S)
+        self.process = UcxProcess([(self.fd, SIZE)], options=OPTIONS, peer_timeout_s=PATIENT_S)
 
     @property
     def memory(self) -> RemoteMemory:
@@ -71,7 +71,7 @@ def another() -> Iterator[Served]:
 @pytest.fixture
 def mover(served: Served) -> Iterator[UcxMover]:
     del served
-    mover = UcxMover(ucx_here(), options=OPTIONS, peer_timeout_s=PEER_TIMEOUT_S)
+    mover = UcxMover(ucx_here(), options=OPTIONS, peer_timeout_s=PATIENT_S)
     yield mover
     mover.close()
 

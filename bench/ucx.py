@@ -1,0 +1,183 @@
+"""One-sided gets of another process's memory over loopback, against `ucx_perftest` and a plain socket in the same run.
+
+    python bench/ucx.py                        64 MiB to 1 GiB in pieces of a plane's range, over TCP and over what UCX chooses
+    FLATCAKE_UCX_LIB=system python bench/ucx.py
+
+`ours` is `UcxMover` with `UcxProcess` serving, into registered memory that was touched. `perftest` is UCX's own ucp_get with the
+same transport, options and piece, 16 outstanding, which spins on both sides and gets into one buffer again and again.
+`socket` is `sendall` and `recv_into` between two processes. They take turns; bests are compared. At two cores both ends and
+whatever else runs share them: look at the ratios.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from _support import MIB, Bytes, Compared, Report, arguments, say, take_turns
+
+from flatcake_transport.mover import MemorySpan, Move, Region
+from flatcake_transport.movers.ucx import UcxMover
+from flatcake_transport.movers.ucx_lib import UcxLibrary, load_ucx
+from flatcake_transport.movers.ucx_process import UcxProcess
+from flatcake_transport.movers.ucx_worker import default_options
+from flatcake_transport.remote import RemoteMemory
+from flatcake_transport.window import aligned_buffer
+
+TRANSPORTS = {"tcp": {"TLS": "tcp", "NET_DEVICES": "lo"}, "any": {}}
+OUTSTANDING = 16
+SOCKET_CHUNK = MIB
+
+
+def get_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int) -> float:
+    size = len(target)
+    moves = [Move(memory.span(at, piece), MemorySpan(target[at : at + piece])) for at in range(0, size, piece)]
+    start_s = time.perf_counter()
+    mover.submit(moves).wait(120)
+    return time.perf_counter() - start_s
+
+
+def perftest(library: UcxLibrary, folder: Path) -> tuple[str, dict[str, str]] | None:
+    """The benchmark of the same UCX, and the environment it needs. The wheel's comes without the right to run it."""
+    if library.origin == "system":
+        found = shutil.which("ucx_perftest")
+        return (found, {}) if found else None
+    spec = importlib.util.find_spec("libucx")
+    if spec is None or spec.origin is None:
+        return None
+    home = Path(spec.origin).parent
+    copy = folder / "ucx_perftest"
+    shutil.copy(home / "bin/ucx_perftest", copy)
+    copy.chmod(0o755)
+    beside = (str(folder) for folder in home.parent.glob("libucx_*.libs"))
+    return str(copy), {"LD_LIBRARY_PATH": os.pathsep.join([str(home / "lib"), *beside])}
+
+
+def perftest_s(tool: tuple[str, dict[str, str]], options: dict[str, str], size: int, piece: int, _: int) -> float:
+    port = free_port()
+    settings = {f"UCX_{name}": value for name, value in (default_options(5.0) | options).items()}
+    env = {**os.environ, **tool[1], **settings}
+    test = ["-t", "ucp_get", "-s", str(piece), "-n", str(size // piece), "-w", "4", "-O", str(OUTSTANDING), "-e", "-f"]
+    command = [tool[0], "-p", str(port)]
+    server = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(50):
+            time.sleep(0.1)
+            run = subprocess.run(
+                [*command, "127.0.0.1", *test], env=env, capture_output=True, text=True, timeout=120, check=False
+            )
+            if run.returncode == 0:
+                break
+        numbers = [float(word) for word in run.stdout.strip().splitlines()[-1].split()]
+        return size / (numbers[5] * MIB)  # iterations, three latencies, bandwidth average and overall in MiB/s
+    finally:
+        server.kill()
+        server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve_socket(port: int, size: int) -> None:
+    """The child of `socket_s`: sends `size` bytes for each byte it receives."""
+    data = memoryview(bytes(SOCKET_CHUNK))
+    listener = socket.create_server(("127.0.0.1", port))
+    peer, _ = listener.accept()
+    while peer.recv(1):
+        for _ in range(size // SOCKET_CHUNK):
+            peer.sendall(data)
+
+
+class PlainSocket:
+    """A child that sends, and what it sends received into `target`."""
+
+    def __init__(self, size: int) -> None:
+        port = free_port()
+        self._child = subprocess.Popen([sys.executable, __file__, "--serve", str(port), str(size)])
+        for _ in range(100):
+            try:
+                self._socket = socket.create_connection(("127.0.0.1", port))
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+
+    def receive_s(self, target: Bytes) -> float:
+        view, got = memoryview(target), 0  # type: ignore[arg-type]
+        start_s = time.perf_counter()
+        self._socket.sendall(b"x")
+        while got < len(target):
+            got += self._socket.recv_into(view[got:])
+        return time.perf_counter() - start_s
+
+    def close(self) -> None:
+        self._socket.close()
+        self._child.wait()
+
+
+def measure(report: Report, size: int, pieces: list[int], rounds: int, library: UcxLibrary, folder: Path) -> None:
+    fd = os.memfd_create("bench-ucx")
+    os.ftruncate(fd, size)
+    source = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+    source[:] = np.resize(np.arange(251, dtype=np.uint8), size)
+    target = aligned_buffer(size)
+    tool, plain = perftest(library, folder), PlainSocket(size)
+    for transport, options in TRANSPORTS.items():
+        process, mover = UcxProcess([(fd, size)], options=options), UcxMover(library, options=options)
+        mover.register(Region(target.ctypes.data, size, "cpu", target))
+        for piece in pieces:
+            name = f"{transport}, {size // MIB} MiB in pieces of {piece // MIB}"
+            say(name)
+            memory = process.memories()[0]
+            get_s(mover, memory, target, piece)
+            assert np.array_equal(target, source)
+            runs = [partial(get, mover, memory, target, piece), partial(receive, plain, target)]
+            if tool is not None:
+                runs.append(partial(perftest_s, tool, options, size, piece))
+            ours, sockets, *theirs = take_turns(rounds, *runs)
+            if theirs:
+                compared = Compared.of(size, theirs[0], ours)
+                report.add(f"{name}: get / ucx_perftest", compared.ratio, 0.9, detail=compared)
+            against = Compared.of(size, sockets, ours)
+            report.add(f"{name}: get / plain socket", against.ratio, detail=against)
+        mover.close()
+        process.close()
+    plain.close()
+    os.close(fd)
+
+
+def get(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, _: int) -> float:
+    return get_s(mover, memory, target, piece)
+
+
+def receive(plain: PlainSocket, target: Bytes, _: int) -> float:
+    return plain.receive_s(target)
+
+
+def main() -> None:
+    if "--serve" in sys.argv:
+        serve_socket(*map(int, sys.argv[-2:]))
+        return
+    args = arguments(__doc__, rounds=(3, "turns of each"), mib=(1024, "largest total in MiB"))
+    library = load_ucx()
+    report = Report(f"gets over loopback, {library.named}")
+    with tempfile.TemporaryDirectory() as folder:
+        for size in sorted({64 * MIB, args.mib * MIB}):
+            measure(report, size, [2 * MIB, 8 * MIB], args.rounds, library, Path(folder))
+    report.show(as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
