@@ -16,7 +16,6 @@ waiting, or the bytes did not come, it is given back here.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
+from lmcache.logging import init_logger
 from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
@@ -32,7 +32,7 @@ import flatcake_client as fc
 from flatcake_client.engines.lmcache_chunks import ChunkKind, ChunkStats, ChunkStore
 from flatcake_client.engines.lmcache_tasks import Failing, Workers
 
-log = logging.getLogger(__name__)
+log = init_logger(__name__)  # whose lines LMCache shows
 
 NAME: Final = "flatcake"
 SETTINGS: Final = ("endpoint", "timeout_s", "load_timeout_s", "store_timeout_s", "load_threads", "waiting_max")

@@ -14,7 +14,6 @@ LMCache's controllers submit and go on; an event descriptor for each of store, l
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
@@ -35,7 +35,7 @@ from flatcake_client.engines.lmcache import address_of, on_host
 from flatcake_client.engines.lmcache_chunks import ChunkKind, ChunkStore
 from flatcake_client.engines.lmcache_tasks import Failing, Locks, Workers
 
-log = logging.getLogger(__name__)
+log = init_logger(__name__)  # whose lines LMCache shows
 
 CHUNK_TOKENS: Final = 256  # LMCache's default, where a chunk's shape does not tell
 KINDS_MAX: Final = 256
