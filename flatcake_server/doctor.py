@@ -8,7 +8,6 @@ removed. `root` is where /proc, /sys and /dev are looked for, so that tests can 
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import errno
 import importlib.metadata
 import mmap
@@ -17,14 +16,16 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from flatcake_transport.errors import Unavailable
 from flatcake_transport.layout import ALIGN_BYTES
+from flatcake_transport.movers.ucx_describe import describe_ucx
+from flatcake_transport.movers.ucx_lib import rdma_cards
 from flatcake_transport.units import approximate_size
 
 State = Literal["yes", "no", "fails"]
@@ -281,25 +282,21 @@ def _io_limits(root: Path) -> str:
 
 
 def probe_ucx(root: Path = _ROOT) -> Finding:
-    """A system UCX (with verbs) or the libucx wheel (without); for reads of other nodes' memory."""
-    system, wheel = (
-        ctypes.util.find_library("ucp"),
-        next((w for w in ("libucx-cu13", "libucx-cu12") if _installed(w)), ""),
-    )
-    cards = sorted(entry.name for entry in (root / "sys/class/infiniband").glob("*"))
-    if not system and not wheel:
-        return Finding(
-            "UCX",
-            "no",
-            "neither a system library nor the wheel",
-            "needed in clusters only: pip install 'flatcake[ucx]'",
-        )
-    detail = f"{f'system {system}' if system else f'wheel {wheel} (no RDMA verbs)'}; RDMA cards: {', '.join(cards) or 'none'}"
-    if shutil.which("ucx_info"):
-        run = subprocess.run(["ucx_info", "-d"], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
-        transports = sorted(set(re.findall(r"Transport:\s+(\S+)", run.stdout)))
-        detail += f"; transports: {', '.join(transports)}" if transports else ""
-    return Finding("UCX", "yes", detail)
+    """Which UCX a cluster would read other nodes' memory with, over what, and whether it reaches the RDMA cards."""
+    cards = rdma_cards(root / "sys/class/infiniband")
+    told = f"RDMA cards: {', '.join(cards) or 'none'}"
+    try:
+        ucx = describe_ucx(_PROBE_TIMEOUT_S)
+    except Unavailable as error:
+        return Finding("UCX", "no", f"{error}; {told}", "needed in clusters only: pip install 'flatcake[ucx]'")
+    cuda = "with CUDA" if ucx.cuda else "without CUDA"
+    detail = f"{ucx.library}, {cuda}; transports: {', '.join(ucx.transports) or 'none'}; {told}"
+    if not cards or ucx.verbs:
+        return Finding("UCX", "yes", detail)
+    if ucx.origin == "system":
+        return Finding("UCX", "no", detail, "this UCX sees no port of the cards: ibv_devinfo must show one active")
+    advice = "this UCX has no verbs: install the system's (libucx0, or MOFED's) and set FLATCAKE_UCX_LIB=system"
+    return Finding("UCX", "no", detail, advice)
 
 
 def _module_present(root: Path, module: str) -> bool:

@@ -11,7 +11,9 @@ import pytest
 from conformance.movers import Setting, check_mover
 from ucx_peer import OPTIONS, PATIENT_S, ucx_here
 
+from flatcake_transport.errors import Unavailable
 from flatcake_transport.movers.ucx import UcxMover
+from flatcake_transport.movers.ucx_describe import describe_ucx
 from flatcake_transport.movers.ucx_lib import CHOICE, UcxLibrary
 from flatcake_transport.movers.ucx_server import UcxServer
 
@@ -52,6 +54,18 @@ def test_shared_memory_takes_part_where_ucx_has_it(library: UcxLibrary) -> None:
         Setting(lambda: UcxMover(library), lambda a: a, lambda a: a), None, partial(server.expose, writable=True)
     )
     server.close()
+
+
+def test_what_is_here_is_described(library: UcxLibrary) -> None:
+    here = describe_ucx(60.0)
+    assert here.origin == (library.origin if library.origin != "loaded" else here.origin)
+    assert any(transport.startswith("tcp/") for transport in here.transports)
+
+
+def test_what_is_not_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHOICE, "/nowhere/libucp.so.0")
+    with pytest.raises(Unavailable, match="no UCX can be loaded: path: /nowhere"):
+        describe_ucx(60.0)
 
 
 @pytest.mark.timeout(300)

@@ -4,10 +4,13 @@ import errno
 import os
 import platform
 import resource
+from dataclasses import replace
 
 import pytest
 
 from flatcake_server import doctor
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.movers.ucx_describe import UcxHere
 
 
 @pytest.fixture
@@ -132,18 +135,27 @@ def test_gpu_and_gds_say_why_not(monkeypatch):
     assert "posix mover" in doctor.probe_gds().detail
 
 
-def test_ucx_is_the_system_s_or_the_wheel_or_none(monkeypatch, root):
-    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
-    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda _: None)
-    monkeypatch.setattr(doctor, "_installed", lambda _: False)
-    assert doctor.probe_ucx(root.path).state == "no"
-    monkeypatch.setattr(doctor, "_installed", lambda name: name == "libucx-cu12")
-    assert "no RDMA verbs" in doctor.probe_ucx(root.path).detail
-    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda _: "libucp.so.0")
-    root("sys/class/infiniband/mlx5_0")
+def test_ucx_says_which_and_warns_of_cards_it_cannot_use(monkeypatch, root):
+    def none(_):
+        raise Unavailable("no UCX can be loaded: wheel: not installed")
+
+    monkeypatch.setattr(doctor, "describe_ucx", none)
     finding = doctor.probe_ucx(root.path)
-    assert "system libucp.so.0" in finding.detail
-    assert "mlx5_0" in finding.detail
+    assert (finding.state, "not installed" in finding.detail, "flatcake[ucx]" in finding.advice) == ("no", True, True)
+    wheel = UcxHere("UCX 1.22.0 (wheel, /x)", "wheel", ("tcp/eth0", "tcp/lo"), cuda=True)
+    monkeypatch.setattr(doctor, "describe_ucx", lambda _: wheel)
+    finding = doctor.probe_ucx(root.path)
+    assert finding.state == "yes"
+    assert "UCX 1.22.0 (wheel, /x), with CUDA; transports: tcp/eth0, tcp/lo; RDMA cards: none" in finding.detail
+    root("sys/class/infiniband/mlx5_0/x")
+    finding = doctor.probe_ucx(root.path)
+    assert finding.state == "no"
+    assert "FLATCAKE_UCX_LIB=system" in finding.advice
+    system = UcxHere("UCX 1.13.1 (system, /y)", "system", ("rc_verbs/mlx5_0:1", "tcp/lo"), cuda=False)
+    monkeypatch.setattr(doctor, "describe_ucx", lambda _: system)
+    assert doctor.probe_ucx(root.path).state == "yes"
+    monkeypatch.setattr(doctor, "describe_ucx", lambda _: replace(system, transports=("tcp/lo",)))
+    assert "ibv_devinfo" in doctor.probe_ucx(root.path).advice
 
 
 def test_every_finding_that_costs_something_says_what_to_do(tmp_path):
