@@ -13,6 +13,7 @@ costs an engine one deadline a second and not one a request.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -22,6 +23,7 @@ import grpc
 from flatcake_client.keys import KeyArray
 from flatcake_client.records import Found, Grant, Part, Run, TurnHints, Welcome
 from flatcake_proto.v1 import store_pb2, store_pb2_grpc
+from flatcake_transport.access import Access, access_of
 from flatcake_transport.address import Address
 from flatcake_transport.endpoint import grpc_target
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
@@ -61,8 +63,10 @@ class Rpc:
     """The verbs of one daemon. Thread-safe. Verbs name the client by `welcome`, of the last Hello."""
 
     def __init__(self, endpoint: str, *, now_s: Callable[[], float] = time.monotonic) -> None:
-        """Connects with the first call. Raises: ValueError: no endpoint gRPC could dial."""
+        """Connects with the first call. Raises: ValueError: no endpoint gRPC could dial. Unavailable: no token or certificate."""
         self._target = grpc_target(endpoint)
+        # Over TCP a daemon may want the cluster's token or a certificate: named by the variables that it reads itself.
+        self._access = Access() if self._target.startswith("unix:") else access_of(os.environ)
         self._now_s = now_s
         self._silent_until_s = 0.0
         self._closed = False
@@ -70,7 +74,14 @@ class Rpc:
 
     def _dial(self) -> None:
         self._broken = False
-        self._channel = grpc.insecure_channel(self._target, options=_OPTIONS)
+        tls = self._access.tls
+        self._channel = (
+            grpc.insecure_channel(self._target, options=_OPTIONS)
+            if tls is None
+            else grpc.secure_channel(
+                self._target, grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert), options=_OPTIONS
+            )
+        )
         self._stub = store_pb2_grpc.StoreStub(self._channel)
 
     def close(self) -> None:
@@ -211,7 +222,7 @@ class Rpc:
         if self._now_s() < self._silent_until_s:
             raise Unavailable(f"the daemon did not answer lately; it is asked again within {SILENCE_PAUSE_S:g} s")
         try:
-            reply = verb(request, timeout=timeout_s)
+            reply = verb(request, timeout=timeout_s, metadata=self._access.metadata)
         except grpc.RpcError as error:
             raise self._translated(error, timeout_s) from error
         except ValueError as error:  # how gRPC says that the channel was closed

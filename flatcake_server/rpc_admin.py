@@ -7,6 +7,7 @@ request itself was wrong (an unknown session).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -14,6 +15,7 @@ from typing import Any, Final, Self
 import grpc
 
 from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc
+from flatcake_transport.access import Access, access_of
 from flatcake_transport.endpoint import grpc_target
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
 
@@ -42,7 +44,7 @@ class AdminClient:
     """One connection to a daemon's Admin service. Not thread-safe; a context manager.
 
     Every method raises:
-        Unavailable: nobody answers at the endpoint, or not in time.
+        Unavailable: nobody answers at the endpoint, or not in time, or it wants a token or certificate that was not shown.
         Overloaded: the daemon is at a bound.
         ValueError: the daemon knows no such thing.
     """
@@ -50,7 +52,10 @@ class AdminClient:
     def __init__(self, endpoint: str, *, timeout_s: float = 10.0) -> None:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(grpc_target(endpoint), options=_OPTIONS)
+        target = grpc_target(endpoint)
+        access = Access() if target.startswith("unix:") else access_of(os.environ)
+        self._channel = _channel(target, access)
+        self._metadata = access.metadata
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -85,14 +90,16 @@ class AdminClient:
     def check(self, *, data: bool = False) -> Iterator[CheckStep]:
         """The law on the living daemon, step by step; `data` also reads every byte and compares checksums."""
         try:
-            for step in self._stub.Check(admin_pb2.CheckRequest(data=data), timeout=_CHECK_TIMEOUT_S):
+            for step in self._stub.Check(
+                admin_pb2.CheckRequest(data=data), timeout=_CHECK_TIMEOUT_S, metadata=self._metadata
+            ):
                 yield CheckStep(step.done, step.total, json.loads(step.json) if step.json else None)
         except grpc.RpcError as error:
             raise self._translated(error) from error
 
     def _json(self, call: Callable[..., admin_pb2.JsonReply], request: object) -> Any:
         try:
-            return json.loads(call(request, timeout=self._timeout_s).json)
+            return json.loads(call(request, timeout=self._timeout_s, metadata=self._metadata).json)
         except grpc.RpcError as error:
             raise self._translated(error) from error
 
@@ -114,3 +121,10 @@ class AdminClient:
                 f"the daemon at {self._endpoint} did not answer within {self._timeout_s:g} s: try again later"
             )
         return Unavailable(f"the daemon at {self._endpoint} failed: {said}")
+
+
+def _channel(target: str, access: Access) -> grpc.Channel:
+    if access.tls is None:
+        return grpc.insecure_channel(target, options=_OPTIONS)
+    tls = access.tls
+    return grpc.secure_channel(target, grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert), options=_OPTIONS)

@@ -10,24 +10,15 @@ import hmac
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
-from flatcake_server.cluster.proof import CALL_METADATA, TOKEN_BYTES_MIN, call_proof
+from flatcake_server.cluster.proof import TOKEN_BYTES_MIN
+from flatcake_transport.access import CALL_METADATA, Tls, call_proof, read_secret
 from flatcake_transport.errors import Unavailable
 
 _GUARDED: Final = ("/flatcake.v1.Store/", "/flatcake.v1.Admin/")
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """PEM texts."""
-
-    cert: bytes
-    key: bytes
-    ca: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,7 @@ def load_secrets(token_file: str, cert_file: str, key_file: str, ca_file: str) -
     """Empty names: not used. Raises: Unavailable: a file cannot be read, or others could read the token."""
     token = b""
     if token_file:
-        token = _read(token_file).strip()
+        token = read_secret(token_file).strip()
         if len(token) < TOKEN_BYTES_MIN:
             raise Unavailable(
                 f"cluster_token_file {token_file} holds {len(token)} bytes: write at least {TOKEN_BYTES_MIN}, "
@@ -68,15 +59,8 @@ def load_secrets(token_file: str, cert_file: str, key_file: str, ca_file: str) -
     for name in (token_file, key_file):
         if name and os.stat(name).st_mode & 0o077:  # noqa: PTH116
             raise Unavailable(f"{name} can be read by others than its owner: chmod 600 {name}")
-    tls = Tls(_read(cert_file), _read(key_file), _read(ca_file)) if cert_file else None
+    tls = Tls(read_secret(cert_file), read_secret(key_file), read_secret(ca_file)) if cert_file else None
     return Secrets(token, tls)
-
-
-def _read(name: str) -> bytes:
-    try:
-        return Path(name).read_bytes()
-    except OSError as error:
-        raise Unavailable(f"{name} cannot be read: {error.strerror}: give a file this user can read") from error
 
 
 class _CallProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

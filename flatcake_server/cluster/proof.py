@@ -1,8 +1,7 @@
 """Who knows the cluster's token, without saying it. Pure.
 
 Both sides of a connection between nodes prove it over both nonces and both identities (HMAC-SHA-256), so a proof is good for one
-connection and one direction, and what is overheard is worth nothing for another. A client over TCP sends `call_proof`
-with every call: who overhears that may ask as a client could, which TLS prevents, but cannot join as a node.
+connection and one direction, and what is overheard is worth nothing for another. (What clients show is in transport's access.)
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Final
 
 NONCE_BYTES: Final = 16
 TOKEN_BYTES_MIN: Final = 16
-CALL_METADATA: Final = "flatcake-call-proof"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,3 @@ class Handshake:
 
     def proves(self, token: bytes, side: str, proof: bytes) -> bool:
         return hmac.compare_digest(self.proof(token, side), proof)
-
-
-def call_proof(token: bytes) -> str:
-    return hmac.digest(token, b"flatcake/call/1", hashlib.sha256).hex()

@@ -1,0 +1,329 @@
+"""Nodes that meet, in this process: static directory, token, TLS, strangers, leases, flaps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cluster import SPEC, Wire, keys_of, remote, store
+from redis_server import free_port
+from waiting import pause
+from wire import Refused
+
+from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc, store_pb2, store_pb2_grpc
+from flatcake_server.app import Node
+from flatcake_server.cluster.members import Member
+from flatcake_server.cluster.peers import Peers
+from flatcake_server.cluster.remote import _checked
+from flatcake_server.config import NodeConfig
+from flatcake_server.rpc_admin import AdminClient
+from flatcake_transport.access import CALL_METADATA, call_proof
+from flatcake_transport.address import Address, Medium
+from flatcake_transport.errors import Unavailable
+
+TOKEN = b"0123456789abcdef-the-cluster-s-token"
+
+
+@dataclass
+class Running:
+    node: Node
+    address: str
+
+    @property
+    def endpoint(self) -> str:
+        return f"unix://{self.node.config.socket}"
+
+    @property
+    def cluster(self) -> Any:
+        return self.node.cluster
+
+    def member(self) -> Member:
+        return self.cluster.membership.me
+
+
+def config_of(root: Path, number: int, port: int, peers: list[int], **options: Any) -> NodeConfig:
+    folder = root / str(number)
+    folder.mkdir(exist_ok=True)
+    told: dict[str, Any] = {
+        "socket": folder / "s",
+        "memory_bytes": 1 << 20,
+        "huge_pages": "off",
+        "grpc_listen": f"127.0.0.1:{port}",
+        "http_listen": "off",
+        "directory": "static",
+        "peers": tuple(f"127.0.0.1:{other}" for other in peers),
+        "node_ttl": 1.0,
+        "peer_timeout": 1.0,
+        "node_id": number,
+        "drain_timeout": 0.1,
+    }
+    return NodeConfig(**told | options)
+
+
+@contextlib.asynccontextmanager
+async def nodes(root: Path, count: int = 2, **options: Any) -> AsyncIterator[list[Running]]:
+    ports = [free_port() + 7 * n for n in range(count)]
+    running: list[Running] = []
+    try:
+        for number, port in enumerate(ports, 1):
+            node = Node(config_of(root, number, port, ports, **options))
+            await node.start()
+            running.append(Running(node, f"127.0.0.1:{port}"))
+        for each in running:
+            await meet(each, count)
+        yield running
+    finally:
+        for each in reversed(running):
+            await each.node.stop()
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.to_thread(pause, 0.01)
+
+
+async def meet(running: Running, count: int) -> None:
+    cluster = running.cluster
+    await soon(lambda: cluster.stats().nodes == count and len(cluster.peers) == count - 1)
+
+
+async def found(running: Running, keys: bytes, **fields: Any) -> list[tuple[int, int]]:
+    def ask() -> list[tuple[int, int]]:
+        with Wire(running.endpoint) as wire:
+            return remote(wire, keys, **fields)[0]
+
+    return await asyncio.to_thread(ask)
+
+
+def run(work: Any) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_peers_named_in_a_list_find_each_other_s_prefixes(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path, 3) as (one, two, three):
+            keys = keys_of(64)
+            await asyncio.to_thread(store, two, keys[: 16 * 20])
+            await asyncio.to_thread(store, three, keys[: 16 * 41])
+            before = one.cluster.peers.calls.copy()
+            assert await found(one, keys) == [(3, 41)]
+            asked = one.cluster.peers.calls - before
+            assert (asked["probe"], asked["find"]) == (2, 1), "all at once, then one"
+            assert await found(one, keys_of(64, seed=2)) == []
+            stats = one.cluster.stats()
+            assert (stats.remote_lookups_total, stats.remote_hits_total, stats.remote_misses_total) == (2, 1, 1)
+            assert [row["node"] for row in one.cluster.nodes()] == [1, 2, 3]
+            with pytest.raises(Unavailable, match="node 2 of cluster flatcake is at"):
+                await Node(config_of(tmp_path, 2, free_port(), [int(two.address[-5:])], socket=tmp_path / "t")).start()
+
+    run(work())
+
+
+def test_without_pin_nothing_is_leased(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+            keys = keys_of(16)
+            await asyncio.to_thread(store, two, keys)
+            assert await found(one, keys, pin=False) == [(2, 16)]
+            assert two.node.leases.stats().granted_total == 0
+            assert one.cluster.stats().loans == 0
+
+    run(work())
+
+
+def test_who_does_not_know_the_token_is_a_stranger(tmp_path):
+    (tmp_path / "token").write_bytes(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    (tmp_path / "other").write_bytes(TOKEN + b"!")
+    (tmp_path / "other").chmod(0o600)
+
+    async def work() -> None:
+        async with nodes(tmp_path, cluster_token_file=str(tmp_path / "token")) as (one, two):
+            await asyncio.to_thread(store, two, keys_of(16))
+            assert await found(one, keys_of(16)) == [(2, 16)]
+            stub = peer_pb2_grpc.PeerStub(grpc.aio.insecure_channel(two.address))
+            me = one.member()
+            greeting = {"protocol": 1, "cluster": "flatcake", "cluster_fingerprint": me.fingerprint, "node_id": 9}
+            reply = await stub.Greet(peer_pb2.GreetRequest(**greeting, incarnation=b"i" * 16, nonce=b"n" * 16))
+            for nonce, proof in ((reply.nonce, b""), (reply.nonce, reply.proof), (b"never said", reply.proof)):
+                with pytest.raises(grpc.RpcError) as refused:
+                    await stub.Attach(peer_pb2.AttachRequest(nonce=nonce, proof=proof)).read()
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            for verb in ("Probe", "Find", "Prolong", "GiveBack"):
+                with pytest.raises(grpc.RpcError) as refused:
+                    await getattr(stub, verb)(getattr(peer_pb2, f"{verb}Request")(peer_id=1))
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert two.cluster.stats().strangers_total == 3
+            thief = Node(
+                config_of(tmp_path, 5, free_port(), [int(two.address[-5:])], cluster_token_file=str(tmp_path / "other"))
+            )
+            await thief.start()
+            assert thief.cluster is not None
+            assert thief.cluster.stats().nodes == 1, "nor does it believe us"
+            await thief.stop()
+
+    run(work())
+
+
+def test_clients_over_tcp_show_the_token_and_those_of_the_socket_need_not(tmp_path, monkeypatch):
+    (tmp_path / "token").write_bytes(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+
+    async def work() -> None:
+        async with nodes(tmp_path, 1, cluster_token_file=str(tmp_path / "token")) as (one,):
+
+            def ask() -> None:
+                with pytest.raises(Refused) as refused:
+                    Wire(one.address)
+                assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
+                with pytest.raises(Unavailable, match="FLATCAKE_CLUSTER_TOKEN_FILE"), AdminClient(one.address) as admin:
+                    admin.status()
+                monkeypatch.setenv("FLATCAKE_CLUSTER_TOKEN_FILE", str(tmp_path / "token"))
+                with AdminClient(one.address) as admin:
+                    assert admin.nodes()[0]["node"] == 1
+                with AdminClient(one.endpoint) as admin:
+                    assert admin.status()["cluster"]["state"] == "joined"
+
+            await asyncio.to_thread(ask)
+            wrong = ((CALL_METADATA, call_proof(TOKEN + b"!")),)
+            stub = store_pb2_grpc.StoreStub(grpc.aio.insecure_channel(one.address))
+            with pytest.raises(grpc.RpcError) as refused:
+                await stub.Hello(store_pb2.HelloRequest(protocol=1), metadata=wrong)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    run(work())
+
+
+@pytest.mark.parametrize(("text", "mode", "said"), [(b"short", 0o600, "openssl rand"), (TOKEN, 0o644, "chmod 600")])
+def test_a_weak_token_is_refused(tmp_path, text, mode, said):
+    (tmp_path / "token").write_bytes(text)
+    (tmp_path / "token").chmod(mode)
+    node = Node(config_of(tmp_path, 1, 0, [1], cluster_token_file=str(tmp_path / "token")))
+    with pytest.raises(Unavailable, match=said):
+        asyncio.run(node.start())
+
+
+def certificates(root: Path) -> dict[str, str]:
+    """A CA and one certificate for 127.0.0.1 that it signed, as docs/security.md makes them."""
+    script = """
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=ca -keyout ca.key -out ca.pem
+    openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=node -keyout node.key -out node.csr
+    printf 'subjectAltName=IP:127.0.0.1,DNS:localhost' > san
+    openssl x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile san -out node.pem
+    chmod 600 node.key
+    """
+    subprocess.run(["sh", "-ec", script], cwd=root, check=True, capture_output=True)
+    return {
+        "tls_cert_file": str(root / "node.pem"),
+        "tls_key_file": str(root / "node.key"),
+        "tls_ca_file": str(root / "ca.pem"),
+    }
+
+
+def test_tls_in_both_directions(tmp_path, monkeypatch):
+    files = certificates(tmp_path)
+
+    async def work() -> None:
+        async with nodes(tmp_path, **files) as (one, two):
+            await asyncio.to_thread(store, two, keys_of(16))
+            assert await found(one, keys_of(16)) == [(2, 16)]
+
+            def ask() -> None:
+                with pytest.raises(Refused), contextlib.closing(Wire(two.address)):
+                    pass
+                with pytest.raises(Unavailable), AdminClient(two.address, timeout_s=2) as admin:
+                    admin.status()
+                for name, file in files.items():
+                    monkeypatch.setenv(f"FLATCAKE_{name.upper()}", file)
+                with AdminClient(two.address) as admin:
+                    assert admin.nodes()[0]["node"] == 2
+
+            await asyncio.to_thread(ask)
+
+    run(work())
+
+
+def test_leases_are_renewed_given_back_and_end_with_the_peer(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+            keys = keys_of(16)
+            await asyncio.to_thread(store, two, keys)
+            peers, owner = one.cluster.peers, two.member()
+            leases = two.node.leases
+            reply, fabric = await peers.find(owner, SPEC.to_json(), keys, pin=True, timeout_s=5)
+            assert fabric.arena_bytes == 1 << 20
+            assert await peers.prolong(2, owner.incarnation, [reply.lease_id, 77]) == [reply.lease_id]
+            await peers.give_back(2, owner.incarnation, [reply.lease_id])
+            assert leases.stats().leases == 0
+            await peers.find(owner, SPEC.to_json(), keys, pin=True, timeout_s=5)
+            assert leases.stats().leases == 1
+            with pytest.raises(Unavailable, match="another one now"):
+                await peers.prolong(2, b"x" * 16, [1])
+            one.cluster.peers.keep([])
+            await soon(lambda: not leases.stats().leases)
+            assert leases.stats().orphaned_total == 1
+
+    run(work())
+
+
+def test_a_peer_that_comes_and_goes_leaves_nothing_behind(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+            owner, peers = two.member(), one.cluster.peers
+            for _ in range(100):
+                peers.keep([])
+                await peers.attach(owner)
+            await soon(lambda: two.cluster.stats().attached == 1)
+            assert len(two.node.store.clients) == 1
+            assert len(peers) == 1
+
+    run(work())
+
+
+def test_other_clusters_and_formats_are_no_members(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path, 1) as (one,):
+            me = Member(9, b"9" * 16, "", "1", one.member().fingerprint)
+            secrets = one.cluster.peers._secrets
+            other = Peers(me, "other", secrets, 1.0, 1 << 20, lost=lambda _: None, now_s=lambda: 0.0)
+            with pytest.raises(Unavailable, match="the peer is of cluster 'other'"):
+                await other.greet(one.address)
+            strange = Member(9, b"9" * 16, "", "1", b"another format..")
+            differs = Peers(strange, "flatcake", secrets, 1.0, 1 << 20, lost=lambda _: None, now_s=lambda: 0.0)
+            assert (await differs.greet(one.address)).node_id == 1
+            with pytest.raises(Unavailable, match="does not let us attach"):
+                await differs.attach(one.member())
+            assert not differs.usable(one.member()), "it is left alone for a moment"
+
+    run(work())
+
+
+def a_run(**fields: Any) -> Any:
+    told = {"segment": Address.of(Medium.SSD, 3, 4096), "segment_blocks": 8, "first_block": 2, "blocks": 6}
+    return store_pb2.Run(**told | fields)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"segment": Address.of(Medium.SSD, 4, 0)},
+        {"segment": 7 << 60},
+        {"blocks": 7},
+        {"blocks": 0},
+    ],
+)
+def test_a_reply_that_makes_no_sense_is_a_failure(wrong):
+    owner = Member(3, b"3" * 16, "")
+    assert _checked(peer_pb2.FindReply(runs=[a_run(), a_run()]), owner, 12) == 12
+    with pytest.raises(Unavailable):
+        _checked(peer_pb2.FindReply(runs=[a_run(), a_run(**wrong)]), owner, 12)
+    with pytest.raises(Unavailable, match="more blocks"):
+        _checked(peer_pb2.FindReply(runs=[a_run(), a_run()]), owner, 11)
