@@ -75,8 +75,11 @@ soak: $(VENV)/.stamp  ## the stateful and fault tests, many times as long
 	$(PYTEST) --hypothesis-profile=soak --timeout=3600 tests/property tests/fault $(ARGS)
 
 bench: $(VENV)/.stamp  ## every figure, a table each
-	@for script in $$(find bench -maxdepth 1 -name '[a-z]*.py' | sort); do \
+	@for script in $$(find bench -maxdepth 1 -name '[a-z]*.py' ! -name replay_report.py | sort); do \
 	  echo "== $$script"; python "$$script" $(ARGS); done
+
+bench-replay: $(VENV)/.stamp  ## FlatCake, its peers and its ablations on three traces: docs/replay/, some twenty minutes
+	python bench/replay_report.py $(ARGS)
 
 check: $(VENV)/.stamp  ## style, types, who imports whom, generated code
 	ruff check .
@@ -104,4 +107,4 @@ deploy/flatcake.toml: $(VENV)/.stamp flatcake_server/config.py flatcake_server/c
 clean:  ## all that these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help venv demo test test-engines test-fabric gpu soak bench check proto proto-check clean
+.PHONY: help venv demo test test-engines test-fabric gpu soak bench bench-replay check proto proto-check clean

@@ -5,7 +5,7 @@ the key, crossed with the plane. So a wrong block, a wrong plane, a shifted or s
 compared for every plane of every block; the bytes between are compared for one block in `BODY_EVERY`, chosen by its key, or
 for all. Before a restore the stamps in its slots are wiped: what an earlier restore left there is not taken for a delivery.
 
-Cost, measured on the 2-core machine of ARCHITECTURE.md, 256 KiB blocks of 16 planes: see `bench/replay_report.py --contents`.
+Making a block costs one copy of it, checking it one look at its stamps and an eighth of a comparison: both within the prefill's time.
 """
 
 from __future__ import annotations

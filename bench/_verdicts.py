@@ -1,0 +1,84 @@
+"""What the replays must show, and whether they did: the figures of the issue, from the documents. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flatcake_client.replay.report import name_of, percent
+
+Document = Mapping[str, Any]
+BUSY = 0.8  # of the time something was being restored: beyond it the disk is saturated
+
+GAP_POINTS_MAX = 0.6
+PREFETCH_RATIO_MAX = 1.3
+AMPLIFICATION_MAX = 1.02
+BANDWIDTH_MIN = 0.95
+
+
+def verdicts(parts: Mapping[str, Sequence[Document]], raw_bytes_per_s: float) -> list[list[str]]:
+    """Rows of figure, must, measured, verdict; the heading first."""
+    found = [["figure", "must", "measured", ""]]
+    for part, documents in parts.items():
+        ours = next((d for d in documents if d["system"] == "flatcake" and not d["ablation"]), None)
+        if ours is None or not ours["runs"]:
+            continue
+        found += _of_flatcake(part, ours, raw_bytes_per_s)
+        for other in documents:
+            if other is not ours and other["runs"]:
+                found += _beside(part, ours, other)
+    return found
+
+
+def _of_flatcake(part: str, ours: Document, raw_bytes_per_s: float) -> list[list[str]]:
+    runs = ours["runs"]
+    gap = max(100 * (run["stored_hit"] - run["delivered_hit"]) for run in runs)
+    if not ours["holds_working_set"]:
+        gap = max(100 * (ours["oracle_hit"] - run["delivered_hit"]) for run in runs)
+    rows = [
+        _row(f"{part}: points below the maximum, any load", f"<= {GAP_POINTS_MAX}", f"{gap:.2f}", met=gap <= GAP_POINTS_MAX),
+        _zero(f"{part}: restores cancelled", sum(run["cancelled_restores"] for run in runs)),
+        _zero(f"{part}: wrong blocks", sum(run["wrong_blocks"] for run in runs)),
+    ]  # fmt: skip
+    from_ssd = [run for run in runs if run["prefetches"]]
+    below = [run for run in from_ssd if run["restoring_s"] < BUSY * run["span_s"]]
+    if len(below) > 1:
+        ratio = below[-1]["prefetch_mean_s"] / below[0]["prefetch_mean_s"]
+        what = f"{part}: prefetch at load {below[-1]['load']:g} (below saturation) / at {below[0]['load']:g}"
+        rows.append(_row(what, f"<= {PREFETCH_RATIO_MAX}", f"{ratio:.2f}", met=ratio <= PREFETCH_RATIO_MAX))
+    if from_ssd:
+        most = max(from_ssd, key=lambda run: run["ssd_bytes_per_s"])
+        share = most["ssd_bytes_per_s"] / raw_bytes_per_s
+        what = f"{part}: SSD bandwidth while restoring / raw, best load"
+        rows.append(_row(what, f">= {BANDWIDTH_MIN}", f"{share:.2f}", met=share >= BANDWIDTH_MIN))
+    amplified = [run["read_amplification"] for run in from_ssd if run["read_amplification"] is not None]
+    if amplified:
+        what = f"{part}: device bytes / useful bytes, median load"
+        middle = sorted(amplified)[len(amplified) // 2]
+        rows.append(_row(what, f"<= {AMPLIFICATION_MAX}", f"{middle:.3f}", met=middle <= AMPLIFICATION_MAX))
+    return rows
+
+
+def _beside(part: str, ours: Document, other: Document) -> list[list[str]]:
+    """Time to first token at each load that both ran: below the other's, and by how much."""
+    mine = {run["load"]: run for run in ours["runs"]}
+    rows = []
+    for name, figure in (("mean", "ttft_mean_s"), ("P99", "ttft_p99_s")):
+        both = [(run["load"], run[figure] / mine[run["load"]][figure]) for run in other["runs"]
+                if run["load"] in mine and not run["partial"] and mine[run["load"]][figure] > 0]  # fmt: skip
+        if both:
+            shown = ", ".join(f"{ratio:.2f}" for _, ratio in both)
+            at = "at load " + ", ".join(f"{load:g}" for load, _ in both)
+            met = all(ratio > 1 for _, ratio in both)
+            rows.append(_row(f"{part}: {name} TTFT of {name_of(other)} / ours, {at}", "> 1", shown, met=met))
+    delivered = ", ".join(percent(run["delivered_hit"]) for run in other["runs"])
+    rows.append([f"{part}: delivered hit rate of {name_of(other)}", "", delivered, ""])
+    return rows
+
+
+def _row(name: str, must: str, measured: str, *, met: bool) -> list[str]:
+    return [name, must, measured, "met" if met else "**missed**"]
+
+
+def _zero(name: str, count: int) -> list[str]:
+    return _row(name, "0", f"{count}", met=count == 0)
