@@ -11,6 +11,9 @@
 Only prefill is modelled, all else happens. Checking and making bytes takes place within the prefill's time, so it costs no system
 anything unless its prefills are shorter than that; then `Record.prefill_began_s` to `first_token_s` says so.
 
+Before the clock starts every system is warmed up alike: a few sessions of no trace are stored and restored, so that connections,
+staging and what else is made at first use are there, as they are in an engine that runs for long.
+
 Pages are cut once: slots for prefetches, from which a prefetch waits for as many as it needs, and an area for each prefill under way,
 which holds the longest prompt. A prefill never waits for slots of prefetches, so what is ready always runs and gives its
 slots back: no order of events can stop.
@@ -19,6 +22,7 @@ slots back: no order of events can stop.
 from __future__ import annotations
 
 import heapq
+import logging
 import queue
 import threading
 import time
@@ -33,11 +37,14 @@ from flatcake_client.replay.contents import Contents
 from flatcake_client.replay.maximum import Seen
 from flatcake_client.replay.metrics import Record
 from flatcake_client.replay.system import Asked, Found, Pages, Slots, System
-from flatcake_client.replay.workload import Planned, Workload
+from flatcake_client.replay.workload import Planned, Workload, block_keys
 from flatcake_client.scheduler import Queues, Scheduler
+
+log = logging.getLogger(__name__)
 
 ASKING_THREADS: Final = 4
 STORING_THREADS: Final = 2
+WARM_BLOCKS: Final = 64
 LOOK_S: Final = 0.1  # how soon a stop is noticed
 
 
@@ -136,6 +143,28 @@ class Run:
     def stop(self) -> None:
         """Take no new request; those under way are given up. May be called from a signal handler."""
         self._stop.set()
+
+    def warm_up(self) -> None:
+        """Before `run`: as many sessions as there will be restores at once, stored and restored, at the same time."""
+        areas = list(self._areas.queue)[: self._prefetches]
+        blocks = min(WARM_BLOCKS, self._workload.blocks_max)
+        first = self._workload.different_blocks  # numbers that no request has
+
+        def warm(n: int) -> None:
+            keys = block_keys(np.arange(first + n * blocks, first + (n + 1) * blocks))
+            slots, tokens = areas[n][:blocks], blocks * self._workload.block_tokens
+            asked = Asked(-1 - n, f"warm-up-{n}", 1, keys, tokens, None, np.ones(blocks, np.int64))
+            self._contents.fill(self._pages, slots, keys)
+            try:
+                self._system.store(asked, 0, self._pages, slots, self._engine.timeout_s)
+                found = self._system.lookup(asked)
+                if found.blocks:
+                    self._system.restore(asked, found, self._pages, slots[: found.blocks], self._engine.timeout_s)
+            except Exception as error:  # noqa: BLE001 - a foreign system's edge; what is wrong with it shows in the run
+                log.info("warming up: %r", error)
+
+        with ThreadPoolExecutor(max(1, len(areas)), "replay-warm") as pool:
+            list(pool.map(warm, range(len(areas))))
 
     def run(self) -> bool:
         """Play all requests. False: it was stopped before."""

@@ -22,7 +22,7 @@ from flatcake_client.replay.maximum import ideal_blocks, oracle_blocks
 from flatcake_client.replay.metrics import run_document, summarise
 from flatcake_client.replay.options import Options
 from flatcake_client.replay.queues import OneQueue
-from flatcake_client.replay.system import Budget, Pages, System, open_adapter
+from flatcake_client.replay.system import Budget, Pages, System, counted_since, open_adapter
 from flatcake_client.replay.systems import FlatCakeOptions, FlatCakeSystem, NoSystem
 from flatcake_client.replay.workload import Workload, shape
 from flatcake_client.scheduler import Queues, TwoQueues
@@ -116,13 +116,15 @@ class Sweep:
                 self._run = run
                 if self._stopped.is_set():
                     run.stop()
+                run.warm_up()
+                before = system.stats()
                 watcher.load(load, len(workload.requests))
                 device = Device(options.ssd_dir)
                 whole = run.run()
                 counts = device.counts()
                 if whole:
                     system.settle(SETTLE_TIMEOUT_S)
-                stats = system.stats()
+                stats = counted_since(before, system.stats())
                 settings = dict(system.settings) | {"caches_dropped": dropped, "prefetches": count}
             finally:
                 self._run = None

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,6 +136,25 @@ class SystemStats:
     dropped_blocks: int | None = None
     staging_bytes: int | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def counted_since(before: SystemStats, now: SystemStats) -> SystemStats:
+    """What happened between two `stats`; `staging_bytes` and `more` as they are now."""
+
+    def gained(name: str) -> int | None:
+        was, is_now = getattr(before, name), getattr(now, name)
+        return None if is_now is None else is_now - (was or 0)
+
+    read = {medium: size_bytes - before.bytes_read.get(medium, 0) for medium, size_bytes in now.bytes_read.items()}
+    return replace(
+        now,
+        bytes_read=read,
+        read_commands=gained("read_commands"),
+        cancelled_restores=gained("cancelled_restores"),
+        rejected_blocks=gained("rejected_blocks"),
+        lost_blocks=gained("lost_blocks"),
+        dropped_blocks=gained("dropped_blocks"),
+    )
 
 
 class System(Protocol):

@@ -76,6 +76,16 @@ def test_a_restore_that_brings_nothing_cannot_live_on_what_lay_there(workload):
     assert summary.wrong_blocks == summary.found_blocks > 0
 
 
+def test_the_warm_up_uses_every_verb_and_no_key_of_the_trace(workload):
+    system = DictSystem()
+    run = run_of(workload, system)
+    run.warm_up()
+    assert system.stores == system.restores == 2
+    assert not {key.tobytes() for planned in workload.requests for key in planned.asked.keys} & set(system.held)
+    assert run.run()
+    assert summarise(run.records, 16, 11).delivered_hit == summarise(run.records, 16, 11).stored_hit
+
+
 @pytest.mark.parametrize("verb", ["lookup", "restore", "store"])
 def test_what_a_system_raises_is_a_miss_and_an_error(workload, verb):
     system = DictSystem()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatcake_client.replay.system import Found, open_adapter
+from flatcake_client.replay.system import Found, SystemStats, counted_since, open_adapter
 
 
 def test_an_adapter_is_a_file_with_open_system(tmp_path):
@@ -30,3 +30,10 @@ def test_what_is_no_adapter_is_said(tmp_path, text, message):
 def test_a_find_says_what_lies_on_ssd():
     assert Found(3, {"ssd": 12, "memory": 5}).ssd_bytes == 12
     assert Found(0).ssd_bytes == 0
+
+
+def test_what_happened_between_two_counts():
+    before = SystemStats({"ssd": 5}, read_commands=3, staging_bytes=7)
+    now = SystemStats({"ssd": 9, "memory": 2}, read_commands=10, lost_blocks=4, staging_bytes=8, more={"a": 1})
+    found = counted_since(before, now)
+    assert found == SystemStats({"ssd": 4, "memory": 2}, 7, lost_blocks=4, staging_bytes=8, more={"a": 1})
