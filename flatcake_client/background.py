@@ -82,10 +82,14 @@ class Crew:
             self._changed.notify_all()
             return True
 
+    def busy(self) -> bool:
+        """Whether something waits or runs."""
+        return bool(self._waiting or self._running)
+
     def settle(self, timeout_s: float) -> bool:
         """Wait until nothing waits or runs. False: not in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._waiting or self._running), timeout_s)
+            return self._changed.wait_for(lambda: not self.busy(), timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Begin nothing more, and wait for what runs; what waits is dropped. False: not in time. Twice is fine."""
@@ -228,6 +232,10 @@ class Lookups(Generic[RequestId, Found]):
         """Give back what was found, in the background. When too much waits it is left to the end of its lease."""
         if found is not None:
             self._tidy.submit(partial(self._discard, found))
+
+    def waiting(self) -> bool:
+        """Whether an answer is out."""
+        return self._crew.busy()
 
     def stats(self) -> LookupsStats:
         with self._lock:

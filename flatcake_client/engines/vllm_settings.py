@@ -1,0 +1,222 @@
+"""What the connector is told by `kv_connector_extra_config`, and the space that a vLLM engine's KV belongs to.
+
+The space names everything that decides what a block's bytes mean: model configuration, a digest of the weights, dtypes,
+parallel sizes, vLLM's version and its KV layout, the device. Any difference is a miss. LoRA, images, prompt embeddings and
+cache salts are in vLLM's block hashes, from which the keys are made.
+
+What cannot be stored right is declined when the engine starts, with what to do about it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import vllm
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+import flatcake_client as fc
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# What a configuration says of its file and not of the model.
+CONFIG_NOISE: Final = ("_name_or_path", "architectures", "transformers_version", "use_cache", "torch_dtype", "dtype")
+WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+SAMPLES_PER_FILE: Final = 64
+SAMPLE_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of `kv_connector_extra_config`. Times in seconds.
+
+    Attributes:
+        endpoint: of the daemon. Default: `FLATCAKE_ENDPOINT`, else the default socket.
+        weights: version of the weights. Default: a digest of samples of the weight files.
+        lookup_timeout_s: past it a request is computed as if nothing were stored.
+        load_timeout_s: of a restore; past it what is in place is used and the rest computed.
+        store_timeout_s: of a store; past it the turn is not stored.
+        tokens_min: fewer tokens beyond vLLM's own prefix cache are not worth a load.
+        layerwise: load what is all in memory inside the step, layer by layer, beside the computation; not before it.
+        store_at: "finish": a turn with its reply, as one segment, when its request ends; "prefill": the prompt, layer by layer
+            beside the last step of its prefill, and the reply when the request ends.
+        stores_max: turns that wait for being stored; what is more is dropped, with a count.
+        store_blocks_share: of vLLM's KV blocks at most this part is held by stores.
+        staging_bytes: bound on host memory for reads and writes of session files, in each worker.
+    """
+
+    endpoint: str | None = None
+    weights: str | None = None
+    lookup_timeout_s: float = 1.0
+    load_timeout_s: float = 30.0
+    store_timeout_s: float = 10.0
+    tokens_min: int = 1
+    layerwise: bool = False
+    store_at: str = "finish"
+    stores_max: int = 64
+    store_blocks_share: float = 0.25
+    staging_bytes: int = 1 << 30
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Settings:
+        """Raises: ValueError: an unknown name, or a value that makes no sense."""
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(extra) - set(names))
+        if unknown:
+            raise ValueError(f"kv_connector_extra_config knows no {', '.join(unknown)}: it knows {', '.join(names)}")
+        settings = cls(**extra)
+        if settings.store_at not in ("finish", "prefill"):
+            raise ValueError(f"store_at is {settings.store_at!r}: expected 'finish' or 'prefill'")
+        if min(settings.lookup_timeout_s, settings.load_timeout_s, settings.store_timeout_s) <= 0:
+            raise ValueError("lookup_timeout_s, load_timeout_s and store_timeout_s are above 0")
+        if settings.stores_max < 1 or settings.tokens_min < 1 or not 0 < settings.store_blocks_share <= 1:
+            raise ValueError("stores_max and tokens_min are 1 or more, store_blocks_share is above 0 and at most 1")
+        return settings
+
+    def connect(self) -> fc.Client:
+        return fc.connect(
+            self.endpoint,
+            timeout_s=self.lookup_timeout_s,
+            transfer_timeout_s=self.load_timeout_s,
+            staging_bytes=self.staging_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Of one worker's KV. `names`: its layers, in order; `shards`: workers, each with as many layers of as many bytes."""
+
+    names: tuple[str, ...]
+    block_tokens: int
+    page_bytes: int
+    shards: int
+    blocks: int
+
+
+def geometry(config: VllmConfig, kv: KVCacheConfig) -> Geometry:
+    """Raises: ValueError: KV that is not stored, and what to do."""
+    parallel = config.parallel_config
+    groups = kv.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+        raise ValueError(
+            f"FlatCake stores models with one kind of KV, and this one has {len(groups)} groups ({kinds}). If it is one with "
+            "sliding windows, --disable-hybrid-kv-cache-manager makes them full and one group; a model with Mamba layers "
+            "cannot be stored: run it without kv_connector"
+        )
+    group = groups[0]
+    specs = group.kv_cache_spec
+    each = list(specs.kv_cache_specs.values()) if isinstance(specs, UniformTypeKVCacheSpecs) else [specs]
+    for spec in each:
+        # Their subclasses drop or share blocks in ways of their own.
+        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+            raise ValueError(
+                f"FlatCake does not store {type(spec).__name__}: blocks that leave a window are not kept. "
+                "--disable-hybrid-kv-cache-manager makes sliding windows full; otherwise run it without kv_connector"
+            )
+        if spec.page_size_bytes != each[0].page_size_bytes or spec.block_size != each[0].block_size:
+            raise ValueError("FlatCake needs layers of one size, and this model's differ: run it without kv_connector")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ValueError("FlatCake does not store context-parallel KV: set the context parallel sizes to 1")
+    layers = config.model_config.get_total_num_hidden_layers()
+    stages = parallel.pipeline_parallel_size
+    if stages > 1 and layers % stages:
+        raise ValueError(f"FlatCake needs as many layers in each pipeline stage: {layers} do not divide by {stages}")
+    hashed = getattr(kv, "hash_block_size", None) or each[0].block_size
+    if hashed != each[0].block_size:
+        raise ValueError(
+            f"prefix cache blocks of {hashed} tokens and KV blocks of {each[0].block_size}: make them equal"
+        )
+    names = tuple(sorted(group.layer_names, key=_natural))
+    shards = parallel.tensor_parallel_size * stages
+    return Geometry(names, each[0].block_size, each[0].page_size_bytes, shards, kv.num_blocks)
+
+
+def open_space(client: fc.Client, config: VllmConfig, kv: KVCacheConfig, settings: Settings, shard: int) -> fc.Space:
+    """The same in the scheduler and in every worker, and in every process that runs this model like this."""
+    shape = geometry(config, kv)
+    model = config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    if config.cache_config.cache_dtype != "auto":
+        dtype = f"{dtype}/{config.cache_config.cache_dtype}"
+    return client.open_space(
+        model=f"{Path(model.model).name}/{_config_digest(config)}",
+        dtype=dtype,
+        block_tokens=shape.block_tokens,
+        plane_bytes=[shape.page_bytes] * len(shape.names),
+        shards=shape.shards,
+        shard=shard,
+        weights=settings.weights or _weights_digest(config),
+        layout=_layout(config, kv),
+    )
+
+
+def shard_of(config: VllmConfig) -> int:
+    """Of this worker: pipeline stages own layers, tensor-parallel ranks own heads; each pair is a shard of its own."""
+    parallel = config.parallel_config
+    return int(parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size))
+
+
+def _layout(config: VllmConfig, kv: KVCacheConfig) -> str:
+    """What decides where a number lies in a page: vLLM's version and layout, the attention backend, the device."""
+    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    device = current_platform.device_type
+    # Backends are chosen, and on a CPU pages are packed, by what the processor can do.
+    able = torch.backends.cpu.get_cpu_capability() if device == "cpu" else current_platform.get_device_capability()
+    parallel = config.parallel_config
+    return (
+        f"vllm {vllm.__version__} {getattr(kv, 'kv_cache_layout', None)} {backend} {device} {able} "
+        f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size}"
+    )
+
+
+def _config_digest(config: VllmConfig) -> str:
+    model = config.model_config
+    described = {name: value for name, value in model.hf_config.to_dict().items() if name not in CONFIG_NOISE}
+    described["quantization"] = str(model.quantization)
+    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _weights_digest(config: VllmConfig) -> str:
+    """Of samples of the weight files: tells any trained models apart, whatever their path is, and costs milliseconds."""
+    model, load = config.model_config, config.load_config
+    digest = hashlib.sha256(
+        f"{load.load_format} {model.revision} {model.seed if load.load_format == 'dummy' else ''}".encode()
+    )
+    folder = _folder(str(model.model), model.revision)
+    if folder is None or load.load_format == "dummy":
+        digest.update(str(model.model).encode())
+        return digest.hexdigest()[:32]
+    for pattern in WEIGHT_FILES:
+        for path in sorted(folder.glob(pattern)):
+            with path.open("rb") as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                digest.update(f"{path.name} {size_bytes}".encode())
+                for number in range(SAMPLES_PER_FILE):
+                    offset = max(0, size_bytes - SAMPLE_BYTES) * number // (SAMPLES_PER_FILE - 1)
+                    digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+    return digest.hexdigest()[:32]
+
+
+def _folder(model: str, revision: str | None) -> Path | None:
+    """Where the weights lie: the path, or the hub's snapshot on this disk."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layers by number: `layers.2` before `layers.10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
