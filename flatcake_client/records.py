@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flatcake_transport.address import Address
+from flatcake_transport.remote import RemoteMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,29 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteNode:
+    """Another node that runs of a lookup lie at. Its lease is the owner's and hangs on the lookup's; 0: nothing is pinned.
+
+    `arena` None: its memory cannot be read from here. `verify`: compare what is read with the checksums in the footers.
+    """
+
+    node_id: int
+    lease_id: int
+    lease_ttl_s: float
+    arena: RemoteMemory | None
+    verify: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
-    """The longest stored prefix of a chain, in chain order. `lease_id` 0: nothing is pinned."""
+    """The longest stored prefix of a chain, in chain order. `lease_id` 0: nothing is pinned.
+
+    Runs of other nodes come last; `nodes` are those nodes.
+    """
 
     runs: tuple[Run, ...]
     lease_id: int
+    nodes: tuple[RemoteNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

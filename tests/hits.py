@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from images import Chain
+from images import FAR_ID, Chain
 
 from flatcake_client.lease import Lease
+from flatcake_client.remote import PeerMemory
 from flatcake_client.restore import ReadTools
+from flatcake_transport.address import Medium
+from flatcake_transport.errors import Unavailable
 from flatcake_transport.layout import SegmentLayout, align_up, segment_layout
+from flatcake_transport.mover import Move, MoverStats
 from flatcake_transport.movers.memory import MemoryMover
 from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.plan import window_half_bytes_min
+from flatcake_transport.remote import RemoteMemory
 from flatcake_transport.window import OpenFile, StagingPool
 
 
@@ -75,6 +81,59 @@ class FakeHit:
         self.opened = {}
 
 
+class FarMover:
+    """Another node's memory, which is here: `Chain.far_arena`. Dead: nothing can be read any more."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self.dead = False
+
+    def submit(self, moves: Sequence[Move]) -> FarTransfer:
+        if not self.dead:
+            for move in moves:
+                at = move.source.offset
+                move.target.data[:] = self._chain.far_arena[at : at + move.source.size_bytes]
+        return FarTransfer(self.dead)
+
+    def register(self, region: object) -> None: ...
+
+    def stats(self) -> MoverStats:
+        return MoverStats("far")
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class FarTransfer:
+    failed: bool
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self.failed:
+            raise Unavailable("the peer is dead")
+
+
+class FarSource:
+    """`restore.RemoteSource` over a chain's other node."""
+
+    node_id = FAR_ID
+    medium = Medium.MEMORY
+
+    def __init__(self, hit: FakeHit, tools: ReadTools) -> None:
+        self._hit = hit
+        self.mover = FarMover(hit.chain)
+        self.tools = dataclasses.replace(tools, files=self.mover)
+        self.verify = hit.verify
+        self.report_corrupt = hit.report_corrupt
+        self.lost = False
+        self.lease = Lease(8, 8.0, hit.clock(), lambda *_: True, lambda: self.lost, now_s=hit.clock)
+
+    def files(self, timeout_s: float) -> dict[int, PeerMemory]:
+        return {0: PeerMemory(RemoteMemory(b"", b"", 0, len(self._hit.chain.far_arena)))}
+
+
 class Movers:
     """Real movers for tests, closed at the end."""
 
@@ -84,7 +143,11 @@ class Movers:
 
     def reading(self, hit: FakeHit, *, extra_bytes: int = 0, windows: int = 1, job_bytes: int = 1 << 20) -> ReadTools:
         half = half_bytes_min(hit) + extra_bytes
-        return ReadTools(self.files, self.memory, StagingPool(2 * half * windows, half), job_bytes=job_bytes)
+        tools = ReadTools(self.files, self.memory, StagingPool(2 * half * windows, half), job_bytes=job_bytes)
+        if len(hit.chain.far_arena):
+            far = dataclasses.replace(tools, staging=StagingPool(2 * half * windows, half))
+            hit.remote = [FarSource(hit, far)]
+        return tools
 
     def close(self) -> None:
         self.memory.close()

@@ -16,6 +16,8 @@ from flatcake_transport.footer import Footer, encode_footer
 from flatcake_transport.space import SpaceSpec
 
 PAGE = 4096
+FAR = -1  # a "file": the memory of another node
+HERE_ID, FAR_ID = 3, 4  # nodes
 
 
 def up(size: int) -> int:
@@ -73,6 +75,7 @@ class Chain:
     root: Path
     rng: np.random.Generator
     arena: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    far_arena: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     runs: list[Run] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)
     keys: np.ndarray = field(default_factory=lambda: np.zeros((0, 16), np.uint8))
@@ -82,22 +85,28 @@ class Chain:
         return self.root / f"{file_id}.kv"
 
     def add(self, *, file_id: int, before: int, blocks: int, behind: int, algorithm: int = 1) -> Run:
-        """A segment of before + blocks + behind blocks, of which the middle ones continue the chain. File 0: the arena."""
+        """A segment of before + blocks + behind blocks, of which the middle ones continue the chain.
+
+        File 0: the arena. `FAR`: that of another node.
+        """
         spec, total = self.spec, before + blocks + behind
         keys = self.rng.integers(0, 256, (total, 16), np.uint8)
         sizes = list(spec.plane_bytes) * spec.shards
         planes = [self.rng.integers(0, 256, (total, size), np.uint8) for size in sizes]
         at = self.ends.get(file_id, 0)
-        data = image(spec, keys, planes, file_id=file_id, offset=at, algorithm=algorithm)
+        data = image(spec, keys, planes, file_id=max(0, file_id), offset=at, algorithm=algorithm)
         self.ends[file_id] = at + len(data)
-        if file_id:
+        if file_id == FAR:
+            self.far_arena = np.concatenate([self.far_arena, np.frombuffer(data, np.uint8)])
+        elif file_id:
             with self.path(file_id).open("ab") as file:
                 file.write(data)
         else:
             self.arena = np.concatenate([self.arena, np.frombuffer(data, np.uint8)])
-        medium = Medium.SSD if file_id else Medium.MEMORY
-        address = Address.of(medium, 3, (file_id << 32) + at if file_id else at)
-        run = Run(address, total, before, blocks, len(data), file_id, at if file_id else 0)
+        on_file = file_id > 0
+        node = FAR_ID if file_id == FAR else HERE_ID
+        address = Address.of(Medium(on_file), node, (file_id << 32) + at if on_file else at)
+        run = Run(address, total, before, blocks, len(data), max(0, file_id), at if on_file else 0)
         self.runs.append(run)
         self.keys = np.concatenate([self.keys, keys[before : before + blocks]])
         mine = [plane[before : before + blocks] for plane in planes]
@@ -105,21 +114,22 @@ class Chain:
         return run
 
     def place(self, position: int, plane: int) -> tuple[int, int]:
-        """File and offset (or 0 and arena offset) of one block of the chain."""
+        """File and offset of one block of the chain; file 0 is the arena, `FAR` another node's."""
         for run in self.runs:
             if position < run.blocks:
                 base = run.file_offset if run.file_id else run.segment.offset
                 size = (list(self.spec.plane_bytes) * self.spec.shards)[plane]
                 start = plane_starts(self.spec, run.segment_blocks)[plane]
-                return run.file_id, base + start + (run.first_block + position) * size
+                file_id = FAR if run.segment.node == FAR_ID else run.file_id
+                return file_id, base + start + (run.first_block + position) * size
             position -= run.blocks
         raise AssertionError("no such block")
 
     def flip(self, position: int, plane: int) -> None:
         """Damage one byte of a block."""
         file_id, at = self.place(position, plane)
-        if not file_id:
-            self.arena[at] ^= 0xFF
+        if file_id <= 0:
+            (self.arena if file_id == 0 else self.far_arena)[at] ^= 0xFF
             return
         with self.path(file_id).open("r+b") as file:
             file.seek(at)

@@ -12,7 +12,7 @@ import pytest
 from hits import FakeHit, Movers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from images import PAGES, Chain, paged
+from images import FAR, PAGES, Chain, paged
 from layouts import bytes_of
 
 from flatcake_client.records import Run
@@ -33,7 +33,7 @@ def chains(draw: st.DrawFn) -> tuple[SpaceSpec, list[dict[str, int]], int]:
         st.lists(
             st.fixed_dictionaries(
                 {
-                    "file_id": st.integers(0, 2),
+                    "file_id": st.integers(FAR, 2),
                     "before": st.integers(0, 3),
                     "blocks": st.integers(1, 6),
                     "behind": st.integers(0, 3),
@@ -122,7 +122,7 @@ def test_a_fault_costs_only_what_lies_behind(drawn, data: st.DataObject) -> None
             bad = data.draw(st.integers(first, hit.blocks - 1), "bad block")
             plane = shard * spec.layers + data.draw(st.integers(0, spec.layers - 1), "bad layer")
             file_id, at = chain.place(bad, plane)
-            truncate = truncate and file_id
+            truncate = truncate and file_id > 0
             assume(truncate or hit.verify)
             if truncate:
                 os.truncate(chain.path(file_id), at)

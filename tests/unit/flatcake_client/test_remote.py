@@ -1,0 +1,108 @@
+"""A hit that goes on at another node: joined with this node's blocks, and lost without them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hits import FakeHit, Movers
+from images import FAR, Chain
+
+from flatcake_client.restore import Restore, RestoreUnavailable
+from flatcake_transport.address import Medium
+from flatcake_transport.space import SpaceSpec
+
+SPEC = SpaceSpec("m", "u8", 4, (64 << 10, 8 << 10, 64 << 10))
+
+
+@pytest.fixture
+def movers():
+    made = Movers()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def chain(tmp_path):
+    """Blocks 0..3 in memory, 4..7 in a file, 8..10 and 11..15 in two segments of another node's memory."""
+    made = Chain(SPEC, tmp_path, np.random.default_rng(0))
+    made.add(file_id=0, before=0, blocks=4, behind=0)
+    made.add(file_id=1, before=0, blocks=4, behind=0)
+    made.add(file_id=FAR, before=1, blocks=3, behind=2)
+    made.add(file_id=FAR, before=0, blocks=5, behind=0)
+    return made
+
+
+@pytest.fixture(params=[False, True], ids=["as it is", "verified"])
+def hit(chain, request):
+    made = FakeHit(chain, verify=request.param)
+    yield made
+    made.close()
+
+
+def begin(hit, movers):
+    tools = movers.reading(hit)
+    pages = [np.zeros((16, size), np.uint8) for size in SPEC.plane_bytes]
+    return Restore(hit, tools, pages, np.arange(16), 0, 10.0, now_s=hit.clock), pages
+
+
+def in_place(hit, pages, blocks):
+    return all(np.array_equal(pages[layer][:blocks], hit.chain.kv[layer][:blocks]) for layer in range(3))
+
+
+def test_blocks_of_both_nodes_are_joined(hit, movers):
+    restore, pages = begin(hit, movers)
+    for layer in range(3):
+        restore.wait_layer(layer)
+        assert np.array_equal(pages[layer], hit.chain.kv[layer])
+    assert restore.wait() == 16
+    assert restore.stats.bytes_by_medium == {"memory": 12 * sum(SPEC.plane_bytes), "ssd": 4 * sum(SPEC.plane_bytes)}
+    assert hit.remote[0].tools.staging.stats().windows_out == 0
+
+
+def test_a_peer_that_dies_costs_its_blocks_only(hit, movers):
+    restore, pages = begin(hit, movers)
+    hit.remote[0].mover.dead = True
+    assert restore.wait() == 8
+    assert in_place(hit, pages, 8)
+    with pytest.raises(RestoreUnavailable, match="peer is dead") as raised:
+        restore.wait_layer(2)
+    assert raised.value.usable_blocks == 8
+    assert not hit.reported
+    assert hit.remote[0].tools.staging.stats().windows_out == 0
+
+
+def test_the_end_of_the_owners_lease_costs_its_blocks_only(hit, movers):
+    restore, pages = begin(hit, movers)
+    hit.remote[0].lost = True
+    assert restore.wait() == 8
+    assert in_place(hit, pages, 8)
+    with pytest.raises(RestoreUnavailable, match="lease"):
+        restore.wait_layer(0)
+
+
+def test_bytes_that_change_as_the_owners_lease_ends_are_not_usable(hit, movers):
+    restore, _ = begin(hit, movers)
+    far, submit = hit.remote[0], hit.remote[0].mover.submit
+
+    def late(moves):
+        hit.chain.far_arena[:] = 0x55
+        far.lost = True
+        return submit(moves)
+
+    far.mover.submit = late
+    assert restore.wait() == 8
+
+
+def test_the_owners_lease_is_kept_by_progress(hit, movers):
+    restore, _ = begin(hit, movers)
+    hit.remote[0].lease.keep = lambda timeout_s: kept.append(timeout_s)
+    kept: list[float] = []
+    assert restore.wait() == 16
+    assert kept
+
+
+def test_a_node_that_serves_no_memory_is_a_shorter_hit(hit, movers):
+    restore, _ = begin(hit, movers)
+    assert hit.remote[0].medium is Medium.MEMORY
+    restore._remote[0]._files_of = lambda timeout_s: {}
+    assert restore.wait() == 8
