@@ -7,9 +7,6 @@ which pins them if the engine's memory turns out to be on a device.
 For an engine on a GPU, session files are read straight into windows on its device where cuFile can (GDS). Not when checksums
 are compared: those are computed on the host. Those windows are bounded by `DEVICE_STAGING_BYTES` a device, whatever the
 number of requests; a device that has no room for the first one gets host windows, and a log line.
-
-Another node's memory is read over UCX into host windows of its own, made when the first such hit is restored. Where UCX cannot be
-loaded, lookups ask for nothing of other nodes.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ from numpy.typing import NDArray
 from flatcake_client.restore import ReadTools
 from flatcake_client.writer import WriteTools
 from flatcake_transport.address import Medium
-from flatcake_transport.errors import Overloaded, Unavailable
+from flatcake_transport.errors import Overloaded
 from flatcake_transport.layout import ALIGN_BYTES, align_up, segment_layout
 from flatcake_transport.mover import Mover, MoverStats, Region
-from flatcake_transport.movers import mover_for, remote_mover
+from flatcake_transport.movers import mover_for
 from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.plan import GAP_BYTES_MAX, window_half_bytes_min
 from flatcake_transport.space import SpaceSpec
@@ -44,7 +41,6 @@ WINDOW_HALF_BYTES: Final = 32 << 20
 STAGING_BYTES: Final = 1 << 30
 WRITE_HALF_BYTES: Final = 8 << 20
 WRITE_SHARE: Final = 4  # one part in four of the staging
-REMOTE_SHARE: Final = 4  # of the staging, and on top of it: windows that are registered with UCX
 DEVICE_STAGING_BYTES: Final = 256 << 20  # four windows: the engine's KV wants the rest of the device
 
 
@@ -65,8 +61,6 @@ class Tools:
         self._staging_bytes = staging_bytes
         self._memory: Mover | None = None
         self._files: Mover | None = None
-        self._remote: tuple[Mover, StagingPool] | None = None
-        self._no_remote = ""
         self._direct: dict[str, tuple[Mover, StagingPool] | None] = {}  # by device; None: not there
         self._reading = self._pool(max(window_half_bytes, ALIGN_BYTES), staging_bytes - staging_bytes // WRITE_SHARE)
         self._writing = self._pool(min(window_half_bytes, WRITE_HALF_BYTES), staging_bytes // WRITE_SHARE)
@@ -93,30 +87,6 @@ class Tools:
             if direct is not None:
                 return self._read_tools(direct[0], direct[1])
             return self._read_tools(self._file_mover(), self._reading)
-
-    def remote(self) -> ReadTools | None:
-        """What brings bytes of another node's memory. None: there is no UCX here; said once."""
-        with self._lock:
-            if self._no_remote:
-                return None
-            half_bytes = self._reading.half_bytes
-            if self._remote is None or self._remote[1].half_bytes < half_bytes:
-                try:
-                    mover = self._remote[0] if self._remote else remote_mover()
-                except Unavailable as error:
-                    self._no_remote = str(error)
-                    log.warning("blocks of other nodes are recomputed: %s", error)
-                    return None
-                staging_bytes = max(self._staging_bytes // REMOTE_SHARE, 2 * half_bytes)
-                pool = StagingPool(staging_bytes, half_bytes, allocate=partial(self._remote_buffer, mover))
-                self._remote = (mover, pool)
-            return self._read_tools(*self._remote)
-
-    def _remote_buffer(self, mover: Mover, size_bytes: int) -> Any:
-        buffer = self._buffer(size_bytes)
-        with contextlib.suppress(Unavailable):  # not registered: gets work all the same
-            mover.register(Region(buffer.ctypes.data, size_bytes, keep=buffer))
-        return buffer
 
     def _read_tools(self, files: Mover, staging: StagingPool) -> ReadTools:
         return ReadTools(files, self._memory_mover(), staging, gap_bytes_max=self._gap_bytes_max, halves=self._halves)
@@ -163,8 +133,6 @@ class Tools:
         with self._lock:
             movers = {"memory": self._memory, "files": self._files}
             pools = {"reads": self._reading, "writes": self._writing}
-            if self._remote is not None:
-                movers["remote"], pools["remote reads"] = self._remote
             for device, direct in self._direct.items():
                 if direct is not None:
                     movers[f"files to {device}"], pools[f"reads to {device}"] = direct
@@ -177,8 +145,7 @@ class Tools:
         """End the threads. Only when nothing moves any more: a disk that hangs would hang this."""
         with self._lock:
             direct = [each[0] for each in self._direct.values() if each is not None]
-            remote = self._remote[0] if self._remote else None
-            for mover in (self._memory, self._files, remote, *direct):
+            for mover in (self._memory, self._files, *direct):
                 if mover is not None:
                     mover.close()
 

@@ -12,7 +12,6 @@ import numpy as np
 from images import FAR_ID, Chain
 
 from flatcake_client.lease import Lease
-from flatcake_client.remote import PeerMemory
 from flatcake_client.restore import ReadTools
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import Unavailable
@@ -21,7 +20,7 @@ from flatcake_transport.mover import Move, MoverStats
 from flatcake_transport.movers.memory import MemoryMover
 from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.plan import window_half_bytes_min
-from flatcake_transport.remote import RemoteMemory
+from flatcake_transport.remote import RemoteMemory, RemoteSpan
 from flatcake_transport.window import OpenFile, StagingPool
 
 
@@ -115,6 +114,14 @@ class FarTransfer:
             raise Unavailable("the peer is dead")
 
 
+@dataclass
+class FarMemory:
+    memory: RemoteMemory
+
+    def span(self, offset: int, size_bytes: int) -> RemoteSpan:
+        return RemoteSpan(self.memory, offset, size_bytes)
+
+
 class FarSource:
     """`restore.RemoteSource` over a chain's other node."""
 
@@ -130,8 +137,8 @@ class FarSource:
         self.lost = False
         self.lease = Lease(8, 8.0, hit.clock(), lambda *_: True, lambda: self.lost, now_s=hit.clock)
 
-    def files(self, timeout_s: float) -> dict[int, PeerMemory]:
-        return {0: PeerMemory(RemoteMemory(b"", b"", 0, len(self._hit.chain.far_arena)))}
+    def files(self, timeout_s: float) -> dict[int, FarMemory]:
+        return {0: FarMemory(RemoteMemory(b"", b"", 0, len(self._hit.chain.far_arena)))}
 
 
 class Movers:

@@ -5,7 +5,6 @@
     SSD      cpu      PosixMover, then MemoryMover         host
     SSD      cuda     GdsMover where cuFile can be used    on the device
                       else PosixMover, then MemoryMover    host, pinned
-    another node's memory:  UcxMover, then MemoryMover     host
 
 A restore always ends in the MemoryMover: it alone knows paged slots.
 """
@@ -33,13 +32,3 @@ def mover_for(medium: Medium, device: str = "cpu", *, fd: int | None = None) -> 
     if device.startswith("cuda") and gds.gds_available(fd) is None:
         return gds.GdsMover()
     return PosixMover()
-
-
-def remote_mover() -> Mover:
-    """Make the mover that brings bytes of another node's memory to a window in host memory.
-
-    Raises: Unavailable: there is no UCX on this machine; the message says what was tried.
-    """
-    from flatcake_transport.movers.ucx import UcxMover
-
-    return UcxMover()
