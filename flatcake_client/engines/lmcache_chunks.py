@@ -10,8 +10,8 @@ own; FlatCake stores chains. A chunk is a block:
 - One batch is one turn: its missing chunks become one segment. Behind which chunk a batch follows is remembered (`Chains`):
   LMCache asks for the whole prompt before it stores what was missing, so the order in which it asked tells. The turn is then
   begun with that one predecessor in front, and the daemon appends to the session that ends there. Measured on 256 chunks of
-  1 MiB (`bench/connector_lmcache.py`): batches of 32 were stored at 0.55 GB/s and read back in 8 commands at 2.3 GB/s; each
-  chunk by itself at 0.055 GB/s and in 256 commands at 1.4 GB/s, the price of a file, an fsync and a journal entry a chunk.
+  1 MiB (`bench/connector_lmcache.py`): batches of 32 are read back in 8 commands and were stored at 0.3 to 0.55 GB/s; each chunk by
+  itself takes 256 commands and was stored at 0.06, the price of a file, an fsync and a journal entry a chunk.
 - What was not remembered, or is no longer stored, costs nothing but a session of its own for that batch.
 - Any set of chunks may be asked for. Past the second miss in a row the search goes on with doubled steps, within `LOOKUPS_MAX`
   questions; a chunk that is not reached is a miss.

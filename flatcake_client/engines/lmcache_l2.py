@@ -14,6 +14,7 @@ LMCache's controllers submit and go on; an event descriptor for each of store, l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -165,7 +166,8 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._found.take(task_id)
 
     def submit_unlock(self, keys: Sequence[Any]) -> None:
-        self._unlocks.submit(partial(self._locks.unlock, list(keys)))
+        with contextlib.suppress(fc.Overloaded):  # closed: all locks are given back
+            self._unlocks.submit(partial(self._locks.unlock, list(keys)))
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         act = partial(self._load, list(keys), list(objects), time.monotonic() + self._config.load_timeout_s)
@@ -229,23 +231,25 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             names, lanes = _names(mine)
             stored = self._chunks.store(kind, names, addresses, lanes, deadline_s=deadline_s)
             size_bytes += stored.size_bytes
-            self._notify_keys_stored(mine, [kind.chunk_bytes] * len(mine))
+            if stored.chunks:
+                self._notify_keys_stored(mine, [kind.chunk_bytes] * len(mine))
         return L2StoreResult(success=True, bytes_transferred=size_bytes)
 
     def _find(self, keys: Sequence[Any], layouts: dict[int, Any], deadline_s: float) -> Bitmap:
         found = Bitmap(len(keys))
-        by_kind: dict[ChunkKind, list[int]] = {}
-        for at, key in enumerate(keys):
-            kind = self._kind_by_layout(key, layouts.get(key.object_group_id))
-            if kind is not None:
-                by_kind.setdefault(kind, []).append(at)
-        for kind, positions in by_kind.items():
-            names, lanes = _names([keys[at] for at in positions])
-            for run in self._chunks.search(kind, names, lanes, pin=True, deadline_s=deadline_s):
-                mine = np.array(positions)[run.positions].tolist()
-                self._locks.hold([keys[at] for at in mine], run.hit)
-                for at in mine:
-                    found.set(at)
+        locked: list[Any] = []
+        try:
+            for kind, positions in self._by_layout(keys, layouts).items():
+                names, lanes = _names([keys[at] for at in positions])
+                for run in self._chunks.search(kind, names, lanes, pin=True, deadline_s=deadline_s):
+                    mine = np.array(positions)[run.positions].tolist()
+                    self._locks.hold([keys[at] for at in mine], run.hit)
+                    locked += [keys[at] for at in mine]
+                    for at in mine:
+                        found.set(at)
+        except BaseException:  # the answer is a miss: nobody will unlock these
+            self._locks.unlock(locked)
+            raise
         return found
 
     def _load(self, keys: Sequence[Any], objects: Sequence[Any], deadline_s: float) -> Bitmap:
@@ -274,6 +278,15 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         meta = memory_obj.meta
         shapes, dtypes = meta.shapes or [meta.shape], meta.dtypes or [meta.dtype]
         return self._remembered(key, _kind(key.model_name, shapes, dtypes, memory_obj.get_size()))
+
+    def _by_layout(self, keys: Sequence[Any], layouts: dict[int, Any]) -> dict[ChunkKind, list[int]]:
+        """Positions of the chunks whose layout is known, by kind."""
+        by_kind: dict[ChunkKind, list[int]] = {}
+        for at, key in enumerate(keys):
+            kind = self._kind_by_layout(key, layouts.get(key.object_group_id))
+            if kind is not None:
+                by_kind.setdefault(kind, []).append(at)
+        return by_kind
 
     def _kind_by_layout(self, key: Any, layout: Any) -> ChunkKind | None:
         if layout is None or not layout.shapes:

@@ -130,7 +130,7 @@ def test_partial_and_compressed_chunks_are_declined_and_counted(engines):
 
 def test_what_a_serde_compressed_is_declined(engines):
     engine, tokens = engines(), tokens_of(12, 1, tail=0)
-    key = next(key for _, _, key in engine.engine.token_database.process_tokens(torch.from_numpy(tokens)))
+    [key] = keys_of(engine, tokens)
     each = BytesBufferMemoryObj(b"compressed")
     asyncio.run_coroutine_threadsafe(engine.connector.put(key, each), engine.backend.loop).result(5)
     assert engine.connector.stats().chunks_declined == 1
@@ -150,6 +150,60 @@ def test_no_memory_object_is_kept_or_given_back_twice(engines, caplog):
     assert "Double free" not in caplog.text
 
 
+class Allocations:
+    """What the connector takes from LMCache's pool, kept: a leak would be mended by the garbage collector otherwise."""
+
+    def __init__(self, engine):
+        self.taken, self._memory = [], engine.connector._memory
+        engine.connector._memory = self
+
+    def allocate(self, *args, **kwargs):
+        self.taken.append(self._memory.allocate(*args, **kwargs))
+        return self.taken[-1]
+
+    def counts(self):
+        return [each.get_ref_count() for each in self.taken]
+
+
+def test_what_did_not_come_is_given_back(engines, monkeypatch):
+    engine, tokens = engines(), tokens_of(13, 4, tail=0)
+    store(engine, tokens, 13)
+    allocations = Allocations(engine)
+    for usable, error in ((1, None), (0, fc.Unavailable("x")), (0, RuntimeError("x"))):
+        allocations.taken.clear()
+
+        def wait(_self, usable=usable, error=error):
+            if error is not None:
+                raise error
+            return usable
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fc.Restore, "wait", wait)
+            got = asyncio.run_coroutine_threadsafe(
+                engine.connector.batched_get(keys_of(engine, tokens)), engine.backend.loop
+            ).result(5)
+        assert [each is not None for each in got] == [at < usable for at in range(4)]
+        assert allocations.counts() == [1] * usable + [0] * (4 - usable)
+        for each in allocations.taken[:usable]:
+            each.ref_count_down()
+
+
+def test_what_nobody_waits_for_any_more_is_given_back(engines, monkeypatch):
+    engine, tokens = engines(), tokens_of(14, 3, tail=0)
+    store(engine, tokens, 14)
+    allocations, real, cancelled = Allocations(engine), fc.Restore.wait, []
+
+    def wait(self):
+        until(lambda: bool(cancelled))
+        return real(self)
+
+    monkeypatch.setattr(fc.Restore, "wait", wait)
+    get = asyncio.run_coroutine_threadsafe(engine.connector.batched_get(keys_of(engine, tokens)), engine.backend.loop)
+    until(lambda: allocations.counts() == [1, 1, 1])
+    cancelled.append(get.cancel())
+    until(lambda: allocations.counts() == [0, 0, 0])
+
+
 def test_a_store_that_nobody_waits_for_reads_only_memory_it_holds(engines, monkeypatch):
     """LMCache gives the object up with the cancelled call; its bytes must not be another chunk's by the time they are read."""
     engine, tokens = engines(), tokens_of(8, 1, tail=0)
@@ -165,7 +219,7 @@ def test_a_store_that_nobody_waits_for_reads_only_memory_it_holds(engines, monke
     each = engine.connector._memory.allocate(
         engine.connector.meta_shapes, engine.connector.meta_dtypes, engine.connector.meta_fmt
     )
-    key = next(key for _, _, key in engine.engine.token_database.process_tokens(torch.from_numpy(tokens)))
+    [key] = keys_of(engine, tokens)
     put = asyncio.run_coroutine_threadsafe(engine.backend.connection.put(key, each), engine.backend.loop)
     until(lambda: each.get_ref_count() == 2)
     put.cancel()
@@ -189,9 +243,13 @@ def test_settings_are_found_by_the_name_of_the_plugin():
 
 def abort(engine, tokens):
     """LMCache stops waiting: its future is cancelled while our thread loads."""
-    keys = [key for _, _, key in engine.engine.token_database.process_tokens(torch.from_numpy(tokens))]
-    get = asyncio.run_coroutine_threadsafe(engine.connector.batched_get(keys), engine.backend.loop)
-    get.cancel()
+    asyncio.run_coroutine_threadsafe(
+        engine.connector.batched_get(keys_of(engine, tokens)), engine.backend.loop
+    ).cancel()
+
+
+def keys_of(engine, tokens):
+    return [key for _, _, key in engine.engine.token_database.process_tokens(torch.from_numpy(tokens))]
 
 
 class Harness:
