@@ -7,6 +7,8 @@ which pins them if the engine's memory turns out to be on a device.
 For an engine on a GPU, session files are read straight into windows on its device where cuFile can (GDS). Not when checksums
 are compared: those are computed on the host. Those windows are bounded by `DEVICE_STAGING_BYTES` a device, whatever the
 number of requests; a device that has no room for the first one gets host windows, and a log line.
+
+Other nodes' memory comes through UCX into host windows of its own, registered with UCX and with the memory mover.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from numpy.typing import NDArray
 from flatcake_client.restore import ReadTools
 from flatcake_client.writer import WriteTools
 from flatcake_transport.address import Medium
-from flatcake_transport.errors import Overloaded
+from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.layout import ALIGN_BYTES, align_up, segment_layout
 from flatcake_transport.mover import Mover, MoverStats, Region
 from flatcake_transport.movers import mover_for
 from flatcake_transport.movers.posix import PosixMover
+from flatcake_transport.movers.ucx import UcxMover
 from flatcake_transport.plan import GAP_BYTES_MAX, window_half_bytes_min
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import StagingPool, StagingStats, aligned_buffer, device_buffer
@@ -42,6 +45,7 @@ STAGING_BYTES: Final = 1 << 30
 WRITE_HALF_BYTES: Final = 8 << 20
 WRITE_SHARE: Final = 4  # one part in four of the staging
 DEVICE_STAGING_BYTES: Final = 256 << 20  # four windows: the engine's KV wants the rest of the device
+REMOTE_STAGING_BYTES: Final = 256 << 20  # four windows: a link of 25 GB/s fills one half in 1.3 ms
 
 
 class Tools:
@@ -62,6 +66,7 @@ class Tools:
         self._memory: Mover | None = None
         self._files: Mover | None = None
         self._direct: dict[str, tuple[Mover, StagingPool] | None] = {}  # by device; None: not there
+        self._remote: tuple[UcxMover, StagingPool] | None = None
         self._reading = self._pool(max(window_half_bytes, ALIGN_BYTES), staging_bytes - staging_bytes // WRITE_SHARE)
         self._writing = self._pool(min(window_half_bytes, WRITE_HALF_BYTES), staging_bytes // WRITE_SHARE)
 
@@ -87,6 +92,26 @@ class Tools:
             if direct is not None:
                 return self._read_tools(direct[0], direct[1])
             return self._read_tools(self._file_mover(), self._reading)
+
+    def remote(self, peer_timeout_s: float) -> ReadTools:
+        """What brings other nodes' memory; `peer_timeout_s` counts when it is first asked for.
+
+        Raises: Unavailable: there is no UCX here, or it does not start.
+        """
+        with self._lock:
+            half_bytes = self._reading.half_bytes
+            mover = self._remote[0] if self._remote else UcxMover(peer_timeout_s=peer_timeout_s)
+            if self._remote is None or self._remote[1].half_bytes < half_bytes:
+                staging_bytes = max(REMOTE_STAGING_BYTES, 2 * half_bytes)
+                pool = StagingPool(staging_bytes, half_bytes, allocate=partial(self._remote_buffer, mover))
+                self._remote = (mover, pool)
+            return self._read_tools(mover, self._remote[1])
+
+    def _remote_buffer(self, mover: UcxMover, size_bytes: int) -> Any:
+        buffer = self._buffer(size_bytes)
+        with contextlib.suppress(Unavailable):  # not enough lockable memory: gets land in it all the same, slower
+            mover.register(Region(buffer.ctypes.data, size_bytes, keep=weakref.ref(_owner(buffer))))
+        return buffer
 
     def _read_tools(self, files: Mover, staging: StagingPool) -> ReadTools:
         return ReadTools(files, self._memory_mover(), staging, gap_bytes_max=self._gap_bytes_max, halves=self._halves)
@@ -124,15 +149,14 @@ class Tools:
 
     def register(self, array: NDArray[np.uint8]) -> None:
         """Memory that will be a source or target of many copies, as long as it lives: it is not kept."""
-        owner: Any = array
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base  # whom all views keep alive, and who goes just before the mapping
-        self._memory_mover().register(Region(array.ctypes.data, len(array), keep=weakref.ref(owner)))
+        self._memory_mover().register(Region(array.ctypes.data, len(array), keep=weakref.ref(_owner(array))))
 
     def stats(self) -> tuple[dict[str, MoverStats], dict[str, StagingStats]]:
         with self._lock:
             movers = {"memory": self._memory, "files": self._files}
             pools = {"reads": self._reading, "writes": self._writing}
+            if self._remote is not None:
+                movers["remote"], pools["remote reads"] = self._remote
             for device, direct in self._direct.items():
                 if direct is not None:
                     movers[f"files to {device}"], pools[f"reads to {device}"] = direct
@@ -145,7 +169,8 @@ class Tools:
         """End the threads. Only when nothing moves any more: a disk that hangs would hang this."""
         with self._lock:
             direct = [each[0] for each in self._direct.values() if each is not None]
-            for mover in (self._memory, self._files, *direct):
+            remote = self._remote[0] if self._remote is not None else None
+            for mover in (self._memory, self._files, remote, *direct):
                 if mover is not None:
                     mover.close()
 
@@ -169,3 +194,11 @@ class Tools:
         with contextlib.suppress(ValueError):
             self.register(buffer)
         return buffer
+
+
+def _owner(array: NDArray[np.uint8]) -> Any:
+    """Whom all views of the memory keep alive, and who goes just before the mapping."""
+    owner: Any = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return owner

@@ -86,6 +86,11 @@ def test_a_peer_that_is_gone_is_an_error_in_time(mover: UcxMover, well: Peer, ho
         assert np.array_equal(page, pattern(4096))
         assert not target.any(), "written after the transfer had come to rest"
         if how is signal.SIGSTOP:
+            started_s = time.monotonic()
+            with pytest.raises(Unavailable, match="a moment ago"):
+                fetch(mover, peer.memory, target).wait(10)  # whoever tries at once does not wait for the same silence
+            assert time.monotonic() - started_s < PEER_TIMEOUT_S
+            pause(PEER_TIMEOUT_S)
             fetch(mover, peer.memory, target).wait(30)  # it is back, and read anew
             assert np.array_equal(target, pattern(SIZE))
 

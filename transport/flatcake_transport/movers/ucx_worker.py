@@ -173,6 +173,7 @@ class _Loop:
         self._endpoints: OrderedDict[bytes, Endpoint] = OrderedDict()
         self._names: dict[int, Endpoint] = {}  # also those that are being closed
         self._names_given = 0
+        self._shunned: dict[bytes, float] = {}  # peer -> until when, oldest first
         self._errors: deque[tuple[int, int]] = deque()
         self._on_error = OnEndpointError(self._note_error)
         self._mapped: set[int] = set()
@@ -260,8 +261,16 @@ class _Loop:
             endpoint.reap(now_s)
             if endpoint.silent(now_s, self._peer_timeout_s):
                 endpoint.fail(f"the peer answered nothing for {self._peer_timeout_s:g} s")
+                self._shun(endpoint.address, now_s)
             endpoint.post(now_s)
         self._forget_ended()
+
+    def _shun(self, address: bytes, now_s: float) -> None:
+        """For one more timeout: whoever tries again what failed must not wait for the same silence again."""
+        self._shunned.pop(address, None)
+        self._shunned[address] = now_s + self._peer_timeout_s
+        if len(self._shunned) > ENDPOINTS_MAX:
+            del self._shunned[next(iter(self._shunned))]
 
     def _forget_ended(self) -> None:
         for name in [name for name, endpoint in self._names.items() if endpoint.failure]:
@@ -286,6 +295,8 @@ class _Loop:
 
     def begin(self, address: bytes, pieces: list[Piece]) -> None:
         try:
+            if time.monotonic() < self._shunned.get(address, 0.0):
+                raise Unavailable("the peer answered nothing a moment ago")  # noqa: TRY301
             endpoint = self._endpoint(address)
         except Unavailable as error:
             for piece in pieces:
