@@ -62,6 +62,10 @@ gpu: $(VENV)/.stamp-gpu  ## the tests that need a CUDA device
 	@touch $@
 .PRECIOUS: .venv-%/.stamp
 
+peers: .venv-mooncake/.stamp .venv-lmcache/.stamp  ## the environments of the stores that bench/peers/ compares with
+	@.venv-mooncake/bin/python -c 'import mooncake.store' \
+	  || { echo "make: Mooncake's wheel needs libraries of the system: apt-get install libibverbs1 libnuma1 libcurl4" >&2; exit 1; }
+
 test-engines: $(addprefix test-,$(ENGINES))  ## the connectors inside the real engines, each in its own environment
 
 test-%: .venv-%/.stamp
@@ -107,4 +111,4 @@ deploy/flatcake.toml: $(VENV)/.stamp flatcake_server/config.py flatcake_server/c
 clean:  ## all that these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help venv demo test test-engines test-fabric gpu soak bench bench-replay check proto proto-check clean
+.PHONY: help venv demo test peers test-engines test-fabric gpu soak bench bench-replay check proto proto-check clean

@@ -30,6 +30,7 @@ harness as an error and is a miss.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -209,7 +210,7 @@ def open_adapter(file: Path, budget: Budget) -> System:
     spec = importlib.util.spec_from_file_location(f"flatcake_replay_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"--adapter {file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
