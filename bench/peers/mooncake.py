@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -32,6 +33,7 @@ from flatcake_client.replay.system import Asked, Budget, Found, Pages, Slots, Sy
 
 Deployment = Literal["embedded", "client"]
 
+PACKAGE = "mooncake-transfer-engine-non-cuda"
 MIB = 1 << 20
 BATCH_BYTES = 64 * MIB  # a call's: from 64 to 256 MiB made no difference that could be told from noise
 READERS = 4  # calls under way: one waits for the disk while another is copied; more gained nothing on two cores
@@ -178,17 +180,16 @@ class Mooncake:
         self._address = pages.ctypes.data
         try:
             self._processes.start_master()
-            self._open()
-            self._register(pages)
+            self._open(pages)
         except BaseException:
             self.close()
             raise
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        return asdict(self._settings) | {"ssd_path": str(self._settings.ssd_path), "version": version()}
+        return asdict(self._settings) | {"ssd_path": str(self._settings.ssd_path), "version": version(PACKAGE)}
 
-    def _open(self) -> None:
+    def _open(self, pages: Pages) -> None:
         embedded = self._settings.deployment == "embedded"
         if not embedded:
             self._processes.start_client()
@@ -205,11 +206,9 @@ class Mooncake:
         )
         if result != 0:
             raise ValueError(f"mooncake's client does not start ({result}):\n{self._processes.log_tail()}")
-        self._await_space()
-
-    def _register(self, pages: Pages) -> None:
         if self._store.register_buffer(self._address, pages.nbytes) != 0:
             raise ValueError(f"mooncake does not register pages of {pages.nbytes} bytes")
+        self._await_space()
 
     def _await_space(self) -> None:
         """Until a put is taken: with a client of its own its memory comes a moment after it."""
@@ -240,10 +239,9 @@ class Mooncake:
         deadline_s = time.monotonic() + timeout_s
         names, media = found.pin
         step = self._settings.batch_blocks
-        starts = range(0, found.blocks, step)
         tasks = [
             self._pool.submit(self._read, names[i : i + step], self._places(pages, slots[i : min(i + step, found.blocks)]), deadline_s)
-            for i in starts
+            for i in range(0, found.blocks, step)
         ]  # fmt: skip
         usable, whole = 0, True
         for task in tasks:  # all of them: when this returns nothing may write to the pages any more
@@ -450,9 +448,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def version() -> str:
-    from importlib.metadata import version as installed
-
-    return installed("mooncake-transfer-engine-non-cuda")
