@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatcake_client.replay import report
-from flatcake_client.replay.options import PEERS, Options, parse
+from flatcake_client.replay.options import PEERS, STDOUT, Options, parse
 from flatcake_client.replay.plots import load_plots
 from flatcake_client.replay.sweep import Sweep, on_signal
 from flatcake_transport.errors import FlatCakeError
@@ -56,7 +56,8 @@ class Shown:
             self._bar.advance(self._task)
 
     def saved(self, document: dict[str, Any]) -> None:
-        if self._options.json_file is not None:
+        if self._options.json_file not in (None, STDOUT):
+            assert self._options.json_file is not None
             write_whole(self._options.json_file, json.dumps(document, indent=1) + "\n")
         for run in document["runs"][self._said :]:
             self._said += 1
@@ -88,11 +89,14 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"--json {options.json_file}: its directory does not exist")
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     sweep = Sweep(options, ["flatcake", "replay", *arguments])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal(sweep))
+    before = {number: signal.signal(number, on_signal(sweep)) for number in (signal.SIGINT, signal.SIGTERM)}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        document = sweep.run(Shown(options, bar))
+    try:
+        with Progress(*columns, console=_console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+            document = sweep.run(Shown(options, bar))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     _show([document], options)
     if document["partial"]:
         sys.stderr.write("flatcake replay: stopped; the report is of what was done\n")
@@ -125,6 +129,15 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def _show(documents: list[dict[str, Any]], options: Options) -> None:
+    lines = [report.headline(document) for document in documents]
+    if options.plot_dir is not None:
+        title = f"Replay of {documents[0]['trace']['name']}"
+        tables = [("What was replayed", report.facts(documents[0])), ("By load", report.rows(documents))]
+        commands = "\n".join(shlex.join(document["command"]) for document in documents)
+        write_page(options.plot_dir, title, ". ".join(lines), load_plots(documents), tables, commands)
+    if options.json_file == STDOUT:
+        sys.stdout.write(json.dumps(documents if options.compare else documents[0], indent=1) + "\n")
+        return
     out = _console()
     rows = report.rows(documents)
     if out.width < WIDE_COLUMNS:  # what else there is, is in --json and --plot
@@ -136,14 +149,8 @@ def _show(documents: list[dict[str, Any]], options: Options) -> None:
         for row in body[1:]:
             table.add_row(*map(Text, row))
         out.print(table)
-    lines = [report.headline(document) for document in documents]
     for line in lines:
         out.print(Text(line))
-    if options.plot_dir is not None:
-        title = f"Replay of {documents[0]['trace']['name']}"
-        tables = [("What was replayed", report.facts(documents[0])), ("By load", report.rows(documents))]
-        commands = "\n".join(shlex.join(document["command"]) for document in documents)
-        write_page(options.plot_dir, title, ". ".join(lines), load_plots(documents), tables, commands)
 
 
 def _become_peer(name: str, arguments: list[str]) -> None:

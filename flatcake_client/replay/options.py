@@ -22,6 +22,7 @@ from flatcake_transport.units import parse_duration, parse_size
 SYSTEMS: Final = ("flatcake", "none")  # and whatever has an adapter in bench/peers
 PEERS: Final = ("mooncake", "lmcache")
 LOADS_MAX: Final = 100
+STDOUT: Final = Path("-")  # the report goes to standard output, in place of tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--verify-all", action="store_true", help="compare every byte, not all stamps and one block in eight")
     group = parser.add_argument_group("report")
     add = group.add_argument
-    add("--json", metavar="FILE", type=Path, help="write the report there, after each load")
+    add(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        nargs="?",
+        const=STDOUT,
+        help="the report, in FILE after each load, or here",
+    )
     add("--plot", metavar="DIR", type=Path, help="draw: a PNG each, and index.html; needs flatcake[plots]")
     add("--each-request", action="store_true", help="with --json: one record a request, too")
     add("--compare", metavar="FILE", type=Path, nargs="+", help="run nothing: show reports side by side")

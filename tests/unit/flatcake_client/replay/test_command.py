@@ -42,6 +42,15 @@ def test_a_peer_without_its_environment_says_how_to_make_it(capsys, tmp_path, mo
         assert f".venv-{name}: make it with `make peers`" in capsys.readouterr().err
 
 
+def test_json_without_a_file_is_all_that_is_printed(capsys, tmp_path):
+    small = [*SMALL, "--system", "none", "--kv-bytes-per-token", "1", "--planes", "1", "--dense", "0.2s"]
+    assert (
+        run([*small, "--prefill-rate", "10000000", "--pages-bytes", "16MiB", "--ssd-dir", str(tmp_path), "--json"]) == 0
+    )
+    document = json.loads(capsys.readouterr().out)
+    assert document["runs"][0]["requests"] == document["trace"]["requests"] == 20
+
+
 def test_another_json_is_no_report(tmp_path):
     file = tmp_path / "other.json"
     file.write_text(json.dumps({"format": "other/1"}))
