@@ -9,6 +9,7 @@ peer whose environment is missing is left out, and said. The whole takes about t
     heavy    Claude Code v8, sessions that reach 200K tokens: long contexts, on SSD. With the ablations
     shared   Claude Code v6: shared prompts, which FlatCake keeps in memory
     chat     Mooncake's conversation trace: short contexts; with memory-off: what the wrong home costs short chats
+    small    heavy again with half the room its blocks need, beside an oracle that knows which session comes back last
 
 Made dense: arrivals at load 1 take `dense_s`, so that the lowest load leaves the disk idle and the highest asks for a multiple of it.
 """
@@ -41,6 +42,7 @@ from flatcake_transport.page import Table, write_page
 PEERS = ("mooncake", "lmcache")
 LOADS = "0.5,1,2,4,8"
 ABLATION_LOADS = "1,4,8"
+NONE_LOADS = "0.5,2,8"  # saturated by prefill long before: each takes as long as all prompts take to compute
 ABLATIONS = ("one-queue", "eviction-layout", "no-merge", "window-of-one", "memory-off")
 PLOTS = ("hit-rate", "ttft-mean", "ttft-p99", "prefetch", "bandwidth")  # the rest stands in the table
 RAW_BYTES, RAW_ROUNDS = 1 << 30, 2
@@ -62,6 +64,8 @@ class Part:
     shaping: tuple[str, ...]
     profile: tuple[str, ...]
     ablations: tuple[str, ...]
+    systems: tuple[str, ...] = ("flatcake", *PEERS, "none")
+    loads: str = LOADS
 
 
 PARTS = (
@@ -79,6 +83,12 @@ PARTS = (
         "chat", "Mooncake's conversations", "mooncake_conversation.jsonl.gz",
         ("--sessions", "120", "--turns", "8", "--max-tokens", "60000", "--dense", "4s"),
         ("--profile", "chat", "--profile-sessions", "400"), ("memory-off",),
+    ),
+    Part(
+        "small", "Claude Code, long contexts, half the room", "claude_code_v8_heavy200k.jsonl.gz",
+        ("--sessions", "24", "--turns", "8", "--max-tokens", "200000", "--block-tokens", "256", "--dense", "8s",
+         "--memory-bytes", "128MiB", "--ssd-bytes", "1GiB"),
+        ("--profile", "claude-code", "--profile-sessions", "40"), (), ("flatcake",), "1,4",
     ),
 )  # fmt: skip
 QUICK = ("--sessions", "6", "--turns", "5", "--dense", "2s", "--load", "1,8")
@@ -121,7 +131,7 @@ def _arguments() -> argparse.Namespace:
     add("--traces", type=Path, default=Path("../shared/traces"), help="a directory with the traces")
     add("--dir", type=Path, default=Path.cwd(), help="on the disk to use")
     add("--out", type=Path, default=Path("docs/replay"), help="where the report goes")
-    add("--parts", default="", help="only these, of heavy,shared,chat")
+    add("--parts", default="", help="only these, of heavy,shared,chat,small")
     add("--systems", default="", help="only these, of flatcake,mooncake,lmcache,none")
     add("--no-ablations", action="store_true")
     add("--quick", action="store_true", help="few requests and two loads: to try the harness, no figures")
@@ -130,8 +140,8 @@ def _arguments() -> argparse.Namespace:
 
 def _lines(part: Part, told: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Systems and ablations of a part, FlatCake first."""
-    wanted = told.systems.split(",") if told.systems else ["flatcake", *PEERS, "none"]
-    yield from ((system, "") for system in ("flatcake", *PEERS, "none") if system in wanted)
+    wanted = told.systems.split(",") if told.systems else part.systems
+    yield from ((system, "") for system in part.systems if system in wanted)
     if not told.no_ablations and "flatcake" in wanted:
         yield from (("flatcake", ablation) for ablation in part.ablations)
 
@@ -141,8 +151,8 @@ def _replay(part: Part, system: str, ablation: str, scratch: Path, file: Path, t
     file.unlink(missing_ok=True)
     trace = told.traces / part.trace
     source = [str(trace)] if trace.exists() else list(part.profile)
-    loads = ABLATION_LOADS if ablation else LOADS
-    command = [sys.executable, "-m", "flatcake_client.replay", *source, *part.shaping, *COMMON, "--load", loads]
+    loads = ABLATION_LOADS if ablation else NONE_LOADS if system == "none" else part.loads
+    command = [sys.executable, "-m", "flatcake_client.replay", *source, *COMMON, *part.shaping, "--load", loads]
     command += QUICK if told.quick else ()
     command += ["--system", system, "--ssd-dir", str(scratch), "--json", str(file)]
     command += ["--ablation", ablation] if ablation else []

@@ -56,6 +56,7 @@ class Engine:
     workers: int
     timeout_s: float  # of one restore or store
     all_prefetched: bool  # also what lies in memory: the system does not say where things are
+    stores: bool = True  # False: nobody looks at what prefill brings, so its bytes need not be made
 
     @property
     def areas(self) -> int:
@@ -310,7 +311,8 @@ class Run:
         kept = delivered if held is not None else 0
         if held is not None:
             place[:kept] = held[:kept]
-        self._contents.fill(self._pages, place[kept:], asked.keys[kept:])
+        if self._engine.stores:
+            self._contents.fill(self._pages, place[kept:], asked.keys[kept:])
         tokens = max(1, asked.input_tokens - delivered * self._workload.block_tokens)
         end_s = record.prefill_began_s + tokens / self._engine.prefill_tokens_per_s
         self._stop.wait(max(0.0, end_s - self._now_s()))

@@ -59,7 +59,11 @@ class Sweep:
         self.workload = _workload(options)
         self._plane_bytes = _plane_bytes(options, self.workload)
         self._engine = Engine(
-            options.prefill_tokens_per_s, options.workers, options.timeout_s, all_prefetched=options.adapter is not None
+            options.prefill_tokens_per_s,
+            options.workers,
+            options.timeout_s,
+            all_prefetched=options.adapter is not None,
+            stores=options.system != "none" or options.adapter is not None,
         )
         self._check_budget()
         self._slots = pages_slots(self.workload, self._engine, options.pages_bytes, self._block_bytes)

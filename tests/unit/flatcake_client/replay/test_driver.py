@@ -5,10 +5,12 @@ import threading
 
 import numpy as np
 import pytest
-from replays import ENGINE, DictSystem, run_of, talk, workload_of
+from replays import ENGINE, PLANE_BYTES, PLANES, DictSystem, pages_for, run_of, talk, workload_of
 
-from flatcake_client.replay.driver import Engine, SlotPool, pages_slots
+from flatcake_client.replay.contents import Contents
+from flatcake_client.replay.driver import Engine, Run, SlotPool, pages_slots
 from flatcake_client.replay.metrics import summarise
+from flatcake_client.replay.queues import OneQueue
 from flatcake_client.scheduler import TwoQueues
 
 
@@ -84,6 +86,20 @@ def test_the_warm_up_uses_every_verb_and_no_key_of_the_trace(workload):
     assert not {key.tobytes() for planned in workload.requests for key in planned.asked.keys} & set(system.held)
     assert run.run()
     assert summarise(run.records, 16, 11).delivered_hit == summarise(run.records, 16, 11).stored_hit
+
+
+def test_a_delivery_that_lay_there_before_is_none():
+    class Lazy(DictSystem):
+        def restore(self, asked, found, pages, slots, timeout_s):
+            assert slots.tolist() == list(range(found.blocks))  # where the right bytes were all the time
+            return found.blocks
+
+    workload, contents = workload_of(talk("x", 2, 0)), Contents(PLANES, PLANE_BYTES, body_every=1)
+    pages, keys = pages_for(workload), workload.requests[1].asked.keys
+    contents.fill(pages, np.arange(len(keys)), keys)
+    run = Run(workload, Lazy(), ENGINE, pages, contents, OneQueue(2, in_order=False), load=1.0)
+    assert run.run()
+    assert run.records[1].wrong_blocks == run.records[1].found_blocks == 2
 
 
 @pytest.mark.parametrize("verb", ["lookup", "restore", "store"])

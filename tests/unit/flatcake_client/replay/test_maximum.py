@@ -31,6 +31,13 @@ def test_the_oracle_drops_who_comes_back_last():
     assert oracle_blocks(asked, ["a", "b", "a", "a", "b"], 4, 0) == [0] * 5
 
 
+def test_of_two_the_oracle_drops_the_later_one():
+    asked = chains([0, 1], [2, 3], [4, 5], [0, 1], [2, 3])
+    assert oracle_blocks(asked, ["a", "b", "c", "a", "b"], 6, 4) == [0, 0, 0, 2, 0]
+    asked = chains([0, 1], [2, 3], [4, 5], [2, 3], [0, 1])
+    assert oracle_blocks(asked, ["a", "b", "c", "b", "a"], 6, 4) == [0, 0, 0, 2, 0]
+
+
 def test_the_oracle_never_drops_what_the_request_hits():
     asked = chains([0, 1], [0, 1, 2], [0, 1, 2, 3])
     assert oracle_blocks(asked, ["a"] * 3, 4, 3) == [0, 2, 3]

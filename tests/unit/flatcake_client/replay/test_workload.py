@@ -20,6 +20,13 @@ def test_blocks_are_grouped_and_what_is_behind_the_last_whole_one_has_no_key():
     assert workload.stored_blocks == 4
 
 
+def test_a_group_is_named_by_all_of_its_blocks():
+    workload = workload_of([request(0, "x", [0, 1]), request(1, "y", [0, 2])], block_tokens=32)
+    first, second = (planned.asked.keys for planned in workload.requests)
+    assert len(first) == len(second) == 1
+    assert not np.array_equal(first, second)
+
+
 def test_a_partial_last_block_has_no_key():
     ids = np.arange(3)
     partial = request(0, "x", ids)
