@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from images import FAR, PAGES, Chain, paged
 from layouts import bytes_of
+from waiting import until
 
 from flatcake_client.records import Run
 from flatcake_client.restore import Restore
@@ -145,6 +149,74 @@ def test_a_fault_costs_only_what_lies_behind(drawn, data: st.DataObject) -> None
             with pytest.raises(Unavailable if truncate else Corrupt) as raised:
                 restore.wait_layer(spec.layers - 1)
             assert raised.value.usable_blocks == usable
+        finally:
+            hit.close()
+            movers.close()
+
+
+class Ends:
+    """Movers of a restore; at one of their submits, counted over both, something ends it."""
+
+    def __init__(self, at: int, end: Callable[[], None]) -> None:
+        self.at, self.end = at, end
+
+    def watch(self, mover: Any) -> Any:
+        real = mover.submit
+
+        def submit(moves: Any) -> Any:
+            self.at -= 1
+            if self.at == 0:
+                self.end()
+            return real(moves)
+
+        mover.submit = submit
+        return mover
+
+
+@settings(max_examples=60)
+@given(chains(), st.sampled_from(["deadline", "lease", "cancel"]), st.integers(0, 24), st.data())
+def test_a_restore_ended_at_any_moment_gives_everything_back(drawn, how: str, at: int, data: st.DataObject) -> None:
+    """What it reports is right and no less than was in place at the end; other slots are as they were."""
+    spec, segments, shard = drawn
+    rng = np.random.default_rng(7)
+    with tempfile.TemporaryDirectory() as root:
+        chain = Chain(spec, Path(root), rng)
+        for segment in segments:
+            chain.add(**segment)
+        hit = FakeHit(chain, shard, verify=data.draw(st.booleans(), "verify"))
+        movers = Movers()
+        in_place = [0]
+
+        def end() -> None:
+            in_place[0] = restore._progress.usable()
+            if how == "lease":
+                hit.lost = True
+            elif how == "deadline":
+                hit.clock.now_s += 10.0
+
+        try:
+            slots = rng.permutation(hit.blocks + 5)[: hit.blocks]
+            filled = [paged("plain", hit.blocks + 5, size, rng) for size in spec.plane_bytes]
+            pages, before = [pair[0] for pair in filled], [pair[1] for pair in filled]
+            ends = Ends(at, end)
+            ends.watch(movers.memory)
+            ends.watch(movers.files)
+            tools = movers.reading(hit, job_bytes=data.draw(st.sampled_from([1, 10000, 1 << 20])))
+            restore = Restore(hit, tools, pages, slots, 0, 10.0, now_s=hit.clock)
+            for layer in range(min(at, spec.layers - 1) if how == "cancel" else spec.layers):
+                with contextlib.suppress(Unavailable, Corrupt):
+                    restore.wait_layer(layer)
+            if how == "cancel":
+                end()
+                restore.close()
+            usable = restore.wait()
+            check(hit, restore, pages, before, slots, 0, usable)
+            assert usable >= in_place[0], "less was reported than was in place"
+            assert usable == hit.blocks or ends.at <= 0 or how == "cancel", "nothing ended it, and it was not whole"
+            assert not hit.reported, "who ends a restore has found no damage"
+            until(lambda: not restore.moving())
+            tools.staging.open_window(5.0).close()
+            assert tools.staging.stats().windows_out == 0, "the window was not given back"
         finally:
             hit.close()
             movers.close()

@@ -46,6 +46,16 @@ def test_small_planes_share_a_read() -> None:
     assert steps[0].size_bytes == layout.data_bytes, "nothing is read twice and nothing besides"
 
 
+def test_the_more_planes_a_half_holds_the_fewer_commands() -> None:
+    layout = layout_of(10, *[100_000] * 32)  # 1 MB a plane: a half holds as many planes as it has room for
+    run = FileRun(1, 0, layout, 0, 10, 0)
+    plane = layout.data_bytes // 32
+    for planes in (1, 2, 5, 16, 32):
+        steps = list(plan_restore([run], range(32), window_half_bytes=planes * plane))
+        assert [len(step.reads) for step in steps] == [1] * -(-32 // planes)
+        assert [step.layers_done for step in steps] == [*range(planes, 32, planes), 32]
+
+
 def test_a_range_that_fits_a_half_is_not_cut() -> None:
     layout = layout_of(12, *[MIB] * 3)
     steps = list(plan_restore([FileRun(1, 0, layout, 0, 12, 0)], range(3), window_half_bytes=16 * MIB))

@@ -1,0 +1,32 @@
+"""How many commands a restore from files takes: seen by the mover, in the restore's own figures, and in the bytes it brings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hits import FakeHit, Movers, half_bytes_min
+from images import Chain
+
+from flatcake_client.restore import Restore
+from flatcake_transport.space import SpaceSpec
+
+LAYERS, PLANE, BLOCKS = 12, 64 << 10, 4
+
+
+@pytest.mark.parametrize(("half_planes", "commands"), [(1, 24), (2, 12), (4, 6), (12, 2)])
+def test_small_planes_share_a_command_when_the_window_holds_them(tmp_path, half_planes, commands):
+    """Two turns in files of their own: a command a layer and turn, or one for as many layers as a half holds."""
+    chain = Chain(SpaceSpec("m", "u8", 4, (PLANE,) * LAYERS), tmp_path, np.random.default_rng(0))
+    for file_id in (1, 2):
+        chain.add(file_id=file_id, before=0, blocks=BLOCKS, behind=0)
+    hit, movers = FakeHit(chain), Movers()
+    pages = [np.zeros((2 * BLOCKS, PLANE), np.uint8) for _ in range(LAYERS)]
+    half = 2 * half_planes * BLOCKS * PLANE
+    tools = movers.reading(hit, extra_bytes=half - half_bytes_min(hit))
+    restore = Restore(hit, tools, pages, np.arange(2 * BLOCKS), 0, 10.0, now_s=hit.clock)
+    assert restore.wait() == 2 * BLOCKS
+    assert all(np.array_equal(page, kv) for page, kv in zip(pages, chain.kv, strict=True))
+    assert restore.stats.read_commands == movers.files.stats().moves == commands
+    assert restore.stats.bytes_read == 2 * BLOCKS * PLANE * LAYERS, "no byte more for it"
+    hit.close()
+    movers.close()
