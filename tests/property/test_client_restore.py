@@ -155,10 +155,12 @@ def test_a_fault_costs_only_what_lies_behind(drawn, data: st.DataObject) -> None
 
 
 class Ends:
-    """Movers of a restore; at one of their submits, counted over both, something ends it."""
+    """Movers of a restore; at one of their submits, counted over both, something ends it. `late`: submits after that."""
 
     def __init__(self, at: int, end: Callable[[], None]) -> None:
         self.at, self.end = at, end
+        self.ended = False
+        self.late: list[Any] = []
 
     def watch(self, mover: Any) -> Any:
         real = mover.submit
@@ -167,10 +169,23 @@ class Ends:
             self.at -= 1
             if self.at == 0:
                 self.end()
+                self.ended = True
+            elif self.ended:
+                self.late.append(mover)
             return real(moves)
 
         mover.submit = submit
         return mover
+
+
+def spoil(chain: Chain) -> None:
+    """Other bytes stand where the chain's were, as after a reclaim."""
+    chain.arena[:] ^= 0xFF
+    for file_id in {run.file_id for run in chain.runs} - {0}:
+        path = chain.path(file_id)
+        data = bytes(np.frombuffer(path.read_bytes(), np.uint8) ^ 0xFF)
+        with path.open("r+b") as file:
+            file.write(data)
 
 
 @settings(max_examples=60)
@@ -191,6 +206,7 @@ def test_a_restore_ended_at_any_moment_gives_everything_back(drawn, how: str, at
             in_place[0] = restore._progress.usable()
             if how == "lease":
                 hit.lost = True
+                spoil(chain)
             elif how == "deadline":
                 hit.clock.now_s += 10.0
 
@@ -212,7 +228,8 @@ def test_a_restore_ended_at_any_moment_gives_everything_back(drawn, how: str, at
             usable = restore.wait()
             check(hit, restore, pages, before, slots, 0, usable)
             assert usable >= in_place[0], "less was reported than was in place"
-            assert usable == hit.blocks or ends.at <= 0 or how == "cancel", "nothing ended it, and it was not whole"
+            assert usable == hit.blocks or ends.ended or how == "cancel", "nothing ended it, and it was not whole"
+            assert how != "deadline" or movers.memory not in ends.late, "a copy began past the deadline"
             assert not hit.reported, "who ends a restore has found no damage"
             until(lambda: not restore.moving())
             tools.staging.open_window(5.0).close()
