@@ -1,4 +1,4 @@
-"""SGLang's storage passes the suite of all connectors, in each layout of its host pools."""
+"""SGLang's storage and linker pass the suite of all connectors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from conformance.connectors import check_connector
 from engines.sglang.harness import StorageHarness
+from engines.sglang.linker_harness import LinkerHarness
 from engines.sglang.pools import mla_pool
 
 KINDS = {
@@ -18,4 +19,9 @@ KINDS = {
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_storage(make, tmp_path):
+    check_connector(make, tmp_path)
+
+
+@pytest.mark.parametrize("make", [LinkerHarness, partial(LinkerHarness, mla=True)], ids=["MHA", "MLA"])
+def test_linker(make, tmp_path):
     check_connector(make, tmp_path)
