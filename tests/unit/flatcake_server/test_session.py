@@ -163,8 +163,11 @@ def test_the_holder_is_named_where_the_kernel_does_not_tell(files, tmp_path, mon
 def test_closing_gives_the_path_back(tmp_path):
     for _ in range(2):
         files = SessionFiles(tmp_path / "ssd")
+        with pytest.raises(Unavailable):
+            SessionFiles(tmp_path / "ssd")
         files.close()
         files.close()
+    SessionFiles(tmp_path / "ssd").close()
 
 
 def test_a_path_that_cannot_be_used(tmp_path):

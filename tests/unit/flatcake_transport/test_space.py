@@ -60,7 +60,9 @@ def test_out_of_range(change: dict[str, object]) -> None:
 
 
 def test_limits_are_accepted() -> None:
-    SpaceSpec("m", "d", 1 << 20, (PLANE_BYTES_MAX,) * 4096, shards=1024, weights="é" * 2048)
+    spec = SpaceSpec("m", "d", 1 << 20, (PLANE_BYTES_MAX,) * 4096, shards=1024, weights="é" * 2048)
+    assert (spec.layers, spec.planes) == (4096, 1024 * 4096)
+    assert SpaceSpec.from_json(spec.to_json()) == spec
 
 
 @pytest.mark.parametrize(
