@@ -29,7 +29,7 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 import flatcake_client as fc
-from flatcake_client.engines.lmcache_chunks import ChunkKind, ChunkStats, ChunkStore
+from flatcake_client.engines.lmcache_chunks import ChunkKind, ChunkStats, ChunkStore, FoundRun
 from flatcake_client.engines.lmcache_tasks import Failing, Workers
 
 log = init_logger(__name__)  # whose lines LMCache shows
@@ -173,7 +173,7 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
             self._failing.worked("a load")
         return objects
 
-    def _get_run(self, run: Any, objects: list[Any], deadline_s: float) -> None:
+    def _get_run(self, run: FoundRun, objects: list[Any], deadline_s: float) -> None:
         fresh: list[Any] = []
         usable = 0
         try:
