@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from waiting import until
 
 import flatcake_client as fc
+from flatcake_client.engines.lmcache import SETTINGS
+from flatcake_client.engines.lmcache_l2 import FlatCakeL2AdapterConfig
 
 SIZE = 64 << 10
 LAYOUT = MemoryLayoutDesc(shapes=[torch.Size([2, 4, 64, 64])], dtypes=[torch.bfloat16])
@@ -294,3 +297,11 @@ def test_its_bench_runs_and_verifies(daemon, tmp_path):
     assert "data verified OK" in done.stdout
     assert "found=64/64" in done.stdout
     assert "loaded=64/64" in done.stdout
+
+
+def test_the_documents_name_the_version_and_every_setting():
+    root = Path(__file__).parents[3]
+    page = (root / "docs/engines/lmcache.md").read_text()
+    assert f"LMCache {version('lmcache')}" in page
+    for setting in {*FlatCakeL2AdapterConfig.__dataclass_fields__, *SETTINGS}:
+        assert f"| `{setting}` |" in page
