@@ -95,7 +95,7 @@ class LinkerHarness:
 
     def load(self, tokens: np.ndarray) -> tuple[int, Kv]:
         with self.lock:
-            pages, rid, count = self.queue(tokens)
+            pages, _, count = self.queue(tokens)
             landed = 0
             if count:
                 index = self.linker.start_layer_wise_loading()
