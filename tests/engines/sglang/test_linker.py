@@ -83,7 +83,7 @@ def test_a_lookup_keeps_its_pages_until_they_are_loaded(engine, daemon):
     harness = engine.harness
     tokens = engine.tokens(1, 3)
     assert engine.store(tokens)
-    pages, rid, count = harness.queue(tokens)
+    pages, _, count = harness.queue(tokens)
     assert count == 3
     assert daemon.status()["leases"] == 1
     with daemon.admin() as admin:
