@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,9 @@ class Settings:
     l2_trigger_watermark: float = 0.9
     l2_eviction_ratio: float = 0.1
     prefetch_max_in_flight: int = 16
+    store_policy: str = (
+        "default"  # "skip_l1": memory is a buffer only, its blocks leave it as soon as they are on the SSD
+    )
 
     @classmethod
     def for_budget(cls, budget: Budget) -> Settings:
@@ -88,7 +91,11 @@ class Settings:
 
 def open_system(budget: Budget) -> LMCache:
     """Raises: ValueError: a budget it cannot work with."""
-    return LMCache(Settings.for_budget(budget))
+    settings = Settings.for_budget(budget)
+    policy = os.environ.get("FLATCAKE_PEER_LMCACHE", settings.store_policy)
+    if policy not in ("default", "skip_l1"):
+        raise ValueError(f"FLATCAKE_PEER_LMCACHE={policy}: default or skip_l1")
+    return LMCache(replace(settings, store_policy=policy))
 
 
 class LMCache:
@@ -258,6 +265,7 @@ class Library:
                 ),
                 config.EvictionConfig("LRU", settings.l1_trigger_watermark, settings.l1_eviction_ratio),
                 parse_args_to_l2_adapters_config(spec),
+                store_policy=settings.store_policy,
                 prefetch_max_in_flight=settings.prefetch_max_in_flight,
             )
         )
