@@ -1,0 +1,69 @@
+"""Membership, directory and leases under delays, drops, crashes, cuts, twins and skewed clocks: the world comes right.
+
+A few seconds of seeds by default; thousands with `make soak`. A failure names its seed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import cluster_world
+import pytest
+from cluster_world import World
+from hypothesis import settings
+
+from flatcake_server.lease import LeaseTable
+
+SEEDS = settings().max_examples // 20  # five in each batch, in a soak 250
+
+
+def quiet(world: World) -> None:
+    """No new work; what is under way ends, and what was told arrives."""
+    for node in world.living:
+        node._work = lambda: None  # type: ignore[method-assign]
+    world.network.run(world.network.now_s + 1.5 * cluster_world.ANCHOR_TTL_S)
+
+
+def run_some() -> None:
+    for seed in range(30):
+        World(seed).run(steps=15)
+
+
+@pytest.mark.parametrize("batch", range(5))
+def test_a_world_comes_right_and_nobody_trusts_other_bytes(batch):
+    counts: Counter[str] = Counter()
+    for seed in range(batch * SEEDS, (batch + 1) * SEEDS):
+        world = World(seed)
+        world.run(steps=15)
+        quiet(world)
+        assert world.settled() == [], f"seed {seed}"
+        for node in world.living:
+            assert node.leases.stats().leases == 0, f"seed {seed}: a lease outlived its reader"
+            assert len(node.loans) == 0, f"seed {seed}: a loan outlived its reader"
+        told = {
+            (node_id, key)
+            for key, (holders, _) in world.directory.anchors.items()
+            for node_id, tag in holders.items()
+            if any(n.me.node_id == node_id and n.me.incarnation.startswith(tag) for n in world.living)
+        }
+        for node in world.living:
+            if node.membership.holder is None:
+                lacking = {(node.me.node_id, key) for key in node.publisher.wants()} - told
+                assert not lacking, f"seed {seed}: the directory lacks {len(lacking)} anchors of node {node.me.node_id}"
+        counts.update(world.counts)
+    assert counts["blocks read"] > 100 * SEEDS, "the world did something"
+    assert counts["stale hints"], "also what goes wrong"
+    assert counts["reads given up"]
+
+
+def test_an_owner_that_forgets_its_leases_is_found_out(monkeypatch):
+    """The simulation sees wrong data when leases do not hold."""
+    monkeypatch.setattr(LeaseTable, "pins", lambda self, session: 0)
+    with pytest.raises(AssertionError, match="trusted"):
+        run_some()
+
+
+def test_a_promise_longer_than_the_lease_is_found_out(monkeypatch):
+    monkeypatch.setattr(cluster_world, "PACE", 3.0)
+    with pytest.raises(AssertionError, match="trusted"):
+        run_some()
