@@ -27,7 +27,7 @@ from flatcake_server.adopt import Taken, adopt
 from flatcake_server.arena import Arena
 from flatcake_server.catalog import Catalog, Session
 from flatcake_server.clients import Clients
-from flatcake_server.cluster.build import advertised, build_cluster, load_node_secrets, own_nodes
+from flatcake_server.cluster.build import advertised, build_cluster, load_node_secrets
 from flatcake_server.cluster.cluster import Cluster
 from flatcake_server.commit import Committer
 from flatcake_server.config import NodeConfig
@@ -165,7 +165,7 @@ class Node:
         views = Views(
             status=self.reports.stats,
             spaces=self.reports.spaces,
-            nodes=own_nodes(cluster),
+            nodes=self.reports.nodes,
             sessions=self.reports.sessions,
             session=self.reports.session,
             drop=self.reports.drop,

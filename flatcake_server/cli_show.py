@@ -55,7 +55,9 @@ def status(endpoint: Endpoint = None, json: Json = False) -> None:
     out.print(rows_table("where blocks live", pools, [name for name in _POOL_COLUMNS if pools and name in pools[0]]))
     out.print(fields_table("since it started", {name: value for name, value in counters.items() if value}))
     if cluster:
+        members = cluster.pop("members", [])
         out.print(fields_table("cluster", cluster))
+        out.print(rows_table("nodes", members))
     for pool in pools:
         if pool.get("failure"):
             print_error(f"{pool['name']} is out of service: {pool['failure']}")

@@ -61,6 +61,18 @@ class IndexStats:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One node of the cluster, as this one knows it."""
+
+    node: int
+    state: str  # of the node itself its membership; of others, that they are joined
+    link: str  # "this node"; "linked", "known" (asked when needed) or "silent" (left alone after a failure)
+    address: str
+    version: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStats:
     """A node among others. `remote_lookups == remote_hits + remote_misses + remote_failures`."""
 
@@ -87,6 +99,7 @@ class ClusterStats:
     peer_hit_blocks_total: dict[str, int]  # by medium
     directory_calls_total: dict[str, int]  # round trips by verb
     peer_calls_total: dict[str, int]  # round trips by verb
+    members: tuple[NodeRow, ...]  # this node first
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,10 @@ class Reports:
             descriptors_handed_total=self._handover.handed_total,
         )
 
+    def nodes(self) -> list[dict[str, Any]]:
+        """The nodes of the cluster, this one first; of a node by itself none."""
+        return [asdict(row) for row in self._cluster().members] if self._cluster is not None else []
+
     def spaces(self) -> list[dict[str, Any]]:
         spaces = dict(self._store.spaces)
         sessions = list(self._store.catalog.sessions.values())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from typing import Any
 
 from flatcake_proto.v1 import store_pb2
 from flatcake_server.cluster.cluster import Cluster, ClusterOptions
@@ -61,8 +59,3 @@ def advertised(config: NodeConfig, port: int) -> str:
     listen = parse_listen(config.grpc_listen)
     assert listen is not None
     return str(Listen(socket.gethostname() if listen.host in _EVERY_ADDRESS else listen.host, port))
-
-
-def own_nodes(cluster: Cluster | None) -> Callable[[], list[dict[str, Any]]]:
-    """What `flatcake nodes` shows; of a node by itself, nothing."""
-    return cluster.nodes if cluster is not None else list

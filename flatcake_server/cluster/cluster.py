@@ -34,7 +34,7 @@ from flatcake_server.cluster.remote import RemoteLookup
 from flatcake_server.cluster.static_directory import StaticDirectory
 from flatcake_server.records import SegmentRecord
 from flatcake_server.rpc import Timings
-from flatcake_server.stats import ClusterStats
+from flatcake_server.stats import ClusterStats, NodeRow
 from flatcake_server.store import Store
 from flatcake_transport.address import MISSING
 from flatcake_transport.errors import FlatCakeError, Unavailable
@@ -322,25 +322,17 @@ class Cluster:
             peer_hit_blocks_total={medium: peer_counts[f"hit_blocks/{medium}"] for medium in ("memory", "ssd")},
             directory_calls_total={verb: counts[f"directory/{verb}"] for verb in ("beat", "tell", "probe")},
             peer_calls_total=dict(self.peers.calls),
+            members=self._rows(),
         )
 
-    def nodes(self) -> list[dict[str, Any]]:
-        """The node itself first, then the others it knows, by number."""
+    def _rows(self) -> tuple[NodeRow, ...]:
         membership = self.membership
-        state = membership.state(self._now_s())
-        rows = [_row(membership.me, "this node", state.value)]
+        rows = [_row(membership.me, "this node", membership.state(self._now_s()).value)]
         for _, member in sorted(membership.known.items()):
-            linked = "linked" if self.peers.linked(member) else "known" if self.peers.usable(member) else "silent"
-            rows.append(_row(member, linked, "joined"))
-        return rows
+            link = "linked" if self.peers.linked(member) else "known" if self.peers.usable(member) else "silent"
+            rows.append(_row(member, link, State.JOINED.value))
+        return tuple(rows)
 
 
-def _row(member: Member, link: str, state: str) -> dict[str, Any]:
-    return {
-        "node": member.node_id,
-        "state": state,
-        "link": link,
-        "address": member.address,
-        "version": member.version,
-        "incarnation": member.incarnation.hex(),
-    }
+def _row(member: Member, link: str, state: str) -> NodeRow:
+    return NodeRow(member.node_id, state, link, member.address, member.version, member.incarnation.hex())

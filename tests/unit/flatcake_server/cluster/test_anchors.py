@@ -27,7 +27,7 @@ def test_segments_publish_what_lookups_probe(counts):
     assert published == naive(0, first)
 
 
-@given(st.integers(0, 5000), st.integers(0, 5000), st.integers(2, 40))
+@given(st.integers(0, 5000), st.integers(0, 5000), st.integers(4, 40))
 def test_probes_are_bounded_and_have_both_ends(held, more, probes_max):
     every = naive(held, held + more)
     asked = probes(held, held + more, probes_max).tolist()
@@ -35,6 +35,12 @@ def test_probes_are_bounded_and_have_both_ends(held, more, probes_max):
     assert set(asked) <= set(every)
     if every:
         assert (asked[0], asked[-1]) == (every[0], every[-1])
+
+
+def test_a_long_chain_is_probed_for_short_prefixes_too():
+    asked = probes(0, 200_000)
+    assert len(asked) <= 64
+    assert {1, 2, 4, 8, 16, 32, 64, 4096, 131072} <= set(asked.tolist())
 
 
 def test_the_longest_prefix_wins():

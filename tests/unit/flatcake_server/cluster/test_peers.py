@@ -120,7 +120,7 @@ def test_peers_named_in_a_list_find_each_other_s_prefixes(tmp_path):
             assert await found(one, keys_of(64, seed=2)) == []
             stats = one.cluster.stats()
             assert (stats.remote_lookups_total, stats.remote_hits_total, stats.remote_misses_total) == (2, 1, 1)
-            assert [row["node"] for row in one.cluster.nodes()] == [1, 2, 3]
+            assert [(row.node, row.link) for row in stats.members] == [(1, "this node"), (2, "linked"), (3, "linked")]
             with pytest.raises(Unavailable, match="node 2 of cluster flatcake is at"):
                 await Node(config_of(tmp_path, 2, free_port(), [int(two.address[-5:])], socket=tmp_path / "t")).start()
 
