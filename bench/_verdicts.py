@@ -71,6 +71,15 @@ def _beside(part: str, ours: Document, other: Document) -> list[list[str]]:
             at = "at load " + ", ".join(f"{load:g}" for load, _ in both)
             met = all(ratio > 1 for _, ratio in both)
             rows.append(_row(f"{part}: {name} TTFT of {name_of(other)} / ours, {at}", "> 1", shown, met=met))
+    if other["ablation"] == "memory-off":
+        hits = [(run, mine[run["load"]]) for run in other["runs"] if run["load"] in mine]
+        shown = ", ".join(
+            f"{1e3 * theirs['ttft_hit_mean_s']:.0f} for {1e3 * here['ttft_hit_mean_s']:.0f} ms" for theirs, here in hits
+        )
+        at = ", ".join(f"{theirs['load']:g}" for theirs, _ in hits)
+        rows.append(
+            [f"{part}: mean TTFT of hits with all on SSD for that with a home each, at load {at}", "", shown, ""]
+        )
     delivered = ", ".join(percent(run["delivered_hit"]) for run in other["runs"])
     rows.append([f"{part}: delivered hit rate of {name_of(other)}", "", delivered, ""])
     return rows

@@ -66,6 +66,7 @@ class Part:
     ablations: tuple[str, ...]
     systems: tuple[str, ...] = ("flatcake", *PEERS, "none")
     loads: str = LOADS
+    ablation_loads: str = ABLATION_LOADS
 
 
 PARTS = (
@@ -83,6 +84,7 @@ PARTS = (
         "chat", "Mooncake's conversations", "mooncake_conversation.jsonl.gz",
         ("--sessions", "120", "--turns", "8", "--max-tokens", "60000", "--dense", "4s"),
         ("--profile", "chat", "--profile-sessions", "400"), ("memory-off",),
+        ablation_loads="0.5,1,4",
     ),
     Part(
         "small", "Claude Code, long contexts, half the room", "claude_code_v8_heavy200k.jsonl.gz",
@@ -151,7 +153,7 @@ def _replay(part: Part, system: str, ablation: str, scratch: Path, file: Path, t
     file.unlink(missing_ok=True)
     trace = told.traces / part.trace
     source = [str(trace)] if trace.exists() else list(part.profile)
-    loads = ABLATION_LOADS if ablation else NONE_LOADS if system == "none" else part.loads
+    loads = part.ablation_loads if ablation else NONE_LOADS if system == "none" else part.loads
     command = [sys.executable, "-m", "flatcake_client.replay", *source, *COMMON, *part.shaping, "--load", loads]
     command += QUICK if told.quick else ()
     command += ["--system", system, "--ssd-dir", str(scratch), "--json", str(file)]

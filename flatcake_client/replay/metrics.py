@@ -83,6 +83,8 @@ class Summary:
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p99_s: float
+    ttft_hit_mean_s: float  # of requests of which something was delivered
+    ttft_hit_p99_s: float
     lookup_p99_s: float
     prefetches: int
     prefetch_mean_s: float
@@ -105,6 +107,7 @@ def summarise(records: Sequence[Record], block_tokens: int, requests_planned: in
         return sum(blocks) * block_tokens / tokens if tokens else 0.0
 
     ttft = sorted(record.ttft_s for record in done)
+    of_hits = sorted(record.ttft_s for record in done if record.delivered_blocks)
     from_ssd = [record for record in done if record.prefetch_ended_s >= 0 and record.found_ssd_bytes]
     prefetch = sorted(record.prefetch_s for record in from_ssd)
     delivered_ssd = sum(_share(record, record.found_ssd_bytes) for record in done)
@@ -134,6 +137,8 @@ def summarise(records: Sequence[Record], block_tokens: int, requests_planned: in
         ttft_mean_s=mean(ttft),
         ttft_p50_s=quantile(ttft, 0.5),
         ttft_p99_s=quantile(ttft, 0.99),
+        ttft_hit_mean_s=mean(of_hits),
+        ttft_hit_p99_s=quantile(of_hits, 0.99),
         lookup_p99_s=quantile(sorted(record.lookup_s for record in done), 0.99),
         prefetches=len(prefetch),
         prefetch_mean_s=mean(prefetch),

@@ -50,6 +50,12 @@ def test_memory_hits_are_no_prefetches():
     assert (summary.prefetches, summary.memory_bytes, summary.ssd_bytes_per_s) == (0, 9, 0.0)
 
 
+def test_requests_with_a_hit_have_a_time_of_their_own():
+    records = [record(0, delivered_blocks=1, found_blocks=1, first_token_s=0.5), record(1, first_token_s=2.5)]
+    summary = summarise(records, 16, 2)
+    assert (summary.ttft_mean_s, summary.ttft_hit_mean_s, summary.ttft_hit_p99_s) == (1.5, 0.5, 0.5)
+
+
 def test_of_nothing_all_is_zero():
     summary = summarise([], 16, 0)
     assert (summary.requests, summary.delivered_hit, summary.ttft_p99_s, summary.requests_per_s) == (0, 0.0, 0.0, 0.0)
