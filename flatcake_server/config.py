@@ -181,7 +181,7 @@ class NodeConfig(BaseModel):
         description="true: a committed turn survives a power cut; false: it survives a crash of the daemon, and commits "
         "do not wait for the disk's cache.",
     )
-    clients_max: Bound = Field(1024, description="Engine processes connected at once.")
+    clients_max: Bound = Field(1024, description="Engine processes and peers connected at once.")
     spaces_max: Bound = Field(1024, description="Spaces (a model in one layout) known at once.")
     sessions_max: Bound = Field(
         1_000_000, description="Sessions stored at once; about 1 KiB of the daemon's memory each."

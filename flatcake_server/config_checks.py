@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from flatcake_transport.units import parse_listen
+
+REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")
 
 if TYPE_CHECKING:
     from flatcake_server.config import NodeConfig
@@ -31,6 +33,11 @@ def refuse_bad_cluster(node: NodeConfig) -> None:
     wanted = {"static": "peers", "redis": "redis_url"}[node.directory]
     if not getattr(node, wanted):
         raise ValueError(f"directory is {node.directory}, which needs {wanted}: set it")
+    for url in filter(None, (word.strip() for word in node.redis_url.split(","))):
+        if not url.startswith(REDIS_SCHEMES):
+            raise ValueError(
+                f"redis_url {url!r} is no URL of Redis: write redis://host:6379, rediss://... or unix:///path"
+            )
     if not listen.loopback and not tls and not node.cluster_token_file:
         raise ValueError(
             f"grpc_listen {node.grpc_listen} is reachable from other machines, and anybody there could read every block: set "

@@ -136,6 +136,7 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path):
         ({"directory": "etcd"}, "'none', 'static' or 'redis'"),
         ({"directory": "redis"}, "needs redis_url"),
         ({"directory": "static"}, "needs peers"),
+        ({"directory": "redis", "redis_url": "redis://a,b:6379"}, "'b:6379' is no URL of Redis"),
         ({"directory": "static", "peers": "a:1", "grpc_listen": "off"}, "peers must reach this node"),
         ({"directory": "static", "peers": "a"}, "'a'"),
         (

@@ -48,17 +48,19 @@ class Running:
         return self.cluster.membership.me
 
 
-def config_of(root: Path, number: int, port: int, peers: list[int], **options: Any) -> NodeConfig:
+def config_of(
+    root: Path, number: int, port: int, peers: list[int], host: str = "127.0.0.1", **options: Any
+) -> NodeConfig:
     folder = root / str(number)
     folder.mkdir(exist_ok=True)
     told: dict[str, Any] = {
         "socket": folder / "s",
         "memory_bytes": 1 << 20,
         "huge_pages": "off",
-        "grpc_listen": f"127.0.0.1:{port}",
+        "grpc_listen": f"{host}:{port}",
         "http_listen": "off",
         "directory": "static",
-        "peers": tuple(f"127.0.0.1:{other}" for other in peers),
+        "peers": tuple(f"{host}:{other}" for other in peers),
         "node_ttl": 1.0,
         "peer_timeout": 1.0,
         "node_id": number,
@@ -75,7 +77,7 @@ async def nodes(root: Path, count: int = 2, **options: Any) -> AsyncIterator[lis
         for number, port in enumerate(ports, 1):
             node = Node(config_of(root, number, port, ports, **options))
             await node.start()
-            running.append(Running(node, f"127.0.0.1:{port}"))
+            running.append(Running(node, f"{options.get('host', '127.0.0.1')}:{port}"))
         for each in running:
             await meet(each, count)
         yield running
@@ -123,6 +125,29 @@ def test_peers_named_in_a_list_find_each_other_s_prefixes(tmp_path):
             assert [(row.node, row.link) for row in stats.members] == [(1, "this node"), (2, "linked"), (3, "linked")]
             with pytest.raises(Unavailable, match="node 2 of cluster flatcake is at"):
                 await Node(config_of(tmp_path, 2, free_port(), [int(two.address[-5:])], socket=tmp_path / "t")).start()
+
+    run(work())
+
+
+def test_ipv6(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path, host="[::1]") as (one, two):
+            await asyncio.to_thread(store, two, keys_of(16))
+            assert await found(one, keys_of(16)) == [(2, 16)]
+            assert one.member().address.startswith("[::1]:")
+
+    run(work())
+
+
+def test_memory_that_peers_read_has_checksums(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path, 1) as (one,):
+
+            def asked() -> bool:
+                with Wire(one.endpoint) as wire:
+                    return bool(wire.welcome.memory_checksums)
+
+            assert await asyncio.to_thread(asked)
 
     run(work())
 
