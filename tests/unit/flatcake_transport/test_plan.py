@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from flatcake_transport.layout import segment_layout
-from flatcake_transport.plan import Extent, FileRun, plan_reads, plan_restore, plan_writes, window_half_bytes_min
+from flatcake_transport.plan import (
+    Extent,
+    FileRun,
+    one_by_one,
+    plan_reads,
+    plan_restore,
+    plan_writes,
+    window_half_bytes_min,
+)
 from flatcake_transport.space import SpaceSpec
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -134,3 +142,12 @@ def test_a_read_is_as_large_as_it_may_be_and_no_larger() -> None:
     extents = [Extent(1, 0, 4096), Extent(1, 4096, 4096)]
     assert len(plan_reads(extents, read_bytes_max=8192)) == 1
     assert len(plan_reads(extents, read_bytes_max=8191)) == 2
+
+
+def test_without_merging_every_block_of_every_plane_is_a_read() -> None:
+    runs = one_by_one(FileRun(1, 4096, layout_of(8, 8192, 8192), 2, 5, 10))
+    assert [(run.first_block, run.blocks, run.position) for run in runs] == [(2 + i, 1, 10 + i) for i in range(5)]
+    steps = list(plan_restore(runs, range(2), window_half_bytes=16 * MIB, gap_bytes_max=-1))
+    reads = [read for step in steps for read in step.reads]
+    assert [read.size_bytes for read in reads] == [8192] * 10
+    assert len({read.offset for read in reads}) == 10

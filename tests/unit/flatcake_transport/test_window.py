@@ -338,3 +338,18 @@ def test_the_window_of_a_lost_stream_comes_back_when_its_reads_rest() -> None:
         transfer.land()
     pool.open_window(0).close()
     assert pool.stats().windows_out == 0
+
+
+def test_one_half_reads_nothing_while_the_caller_looks_at_it() -> None:
+    mover, pool = Hand(), StagingPool(2 * PAGE, PAGE)
+    stream = ReadStream(iter([step(1), step(2)]), {5: OpenFile(77, direct=True)}, mover, pool.open_window(0), halves=1)
+    assert len(mover.transfers) == 1
+    mover.transfers[0].land()
+    assert stream.advance(1.0)[0].layers_done == 1
+    assert len(mover.transfers) == 1
+    stream.release()
+    assert len(mover.transfers) == 2
+    mover.transfers[1].land()
+    assert stream.advance(1.0)[0].layers_done == 2
+    assert stream.advance(1.0) is None
+    stream.close()
