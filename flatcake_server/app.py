@@ -96,6 +96,7 @@ class Node:
             verify=config.verify,
             cluster_fingerprint=config.cluster.fingerprint,
             memory_checksums=config.verify == "all" or (config.verify == "remote" and config.directory != "none"),
+            peers=config.directory != "none",
         )
         self.cluster: Cluster | None = None  # None: a node by itself
         self.timings = Timings()
@@ -150,7 +151,7 @@ class Node:
         mode = int(config.socket_mode, 8)
         self.handover = Handover(self.store, self.arena, config.handover_path, mode, config.clients_max)
         secrets_ = load_node_secrets(config)
-        self.cluster = cluster = build_cluster(config, self.store, self.identity, secrets_, self.timings)
+        self.cluster = cluster = build_cluster(config, self.store, self.arena, self.identity, secrets_, self.timings)
         self.reports = Reports(
             self.store,
             self.arena,

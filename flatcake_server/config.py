@@ -43,7 +43,7 @@ _OTHER_VARIABLES: Final = {"FLATCAKE_ENDPOINT", "FLATCAKE_CONFIG"}
 # Kubernetes puts these into every pod beside a Service whose name starts with "flatcake".
 _SERVICE_LINK: Final = re.compile(r"FLATCAKE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
 # Options of clusters: they have their names and defaults today, and any other value is refused until it is served.
-_NOT_SERVED_YET: Final = ("ucx_listen", "nvmeof")
+_NOT_SERVED_YET: Final = ("nvmeof",)
 
 
 class ConfigError(ValueError):
@@ -258,7 +258,12 @@ class NodeConfig(BaseModel):
     )
     tls_key_file: str = Field("", description="PEM private key of tls_cert_file.")
     tls_ca_file: str = Field("", description="PEM certificates of who may sign a node's or client's certificate.")
-    ucx_listen: str = Field("off", description='host:port for one-sided reads by peers, or "off". Not served yet.')
+    ucx_listen: str = Field(
+        "off",
+        description="host:port (or device:port) at which peers read this node's memory over UCX, e.g. 10.0.0.7:7452; port 0 takes "
+        'any. The seven ports behind it may be used too. "off": peers find what is here and cannot read it. Over TCP UCX asks '
+        "for no proof: only trusted nodes may reach these ports (docs/security.md).",
+    )
     nvmeof: str = Field("off", description='Export of session files to peers over NVMe-oF, or "off". Not served yet.')
 
     @property
@@ -298,29 +303,6 @@ class NodeConfig(BaseModel):
                     f"(the default is {field.default!r})"
                 )
         return self
-
-
-def _refuse_bad_cluster(node: NodeConfig) -> None:
-    tls = [name for name in ("tls_cert_file", "tls_key_file", "tls_ca_file") if getattr(node, name)]
-    if len(tls) in (1, 2):
-        raise ValueError(f"{tls[0]} is set, but TLS needs tls_cert_file, tls_key_file and tls_ca_file: give all three")
-    for address in (*node.peers, *([node.advertise] if node.advertise else [])):
-        parse_listen(address)
-    if node.directory == "none":
-        return
-    listen = parse_listen(node.grpc_listen)
-    if listen is None:
-        raise ValueError(
-            'grpc_listen is "off", but peers must reach this node: give it host:port, or set directory to none'
-        )
-    wanted = {"static": "peers", "redis": "redis_url"}[node.directory]
-    if not getattr(node, wanted):
-        raise ValueError(f"directory is {node.directory}, which needs {wanted}: set it")
-    if not listen.loopback and not tls and not node.cluster_token_file:
-        raise ValueError(
-            f"grpc_listen {node.grpc_listen} is reachable from other machines, and anybody there could read every block: set "
-            "cluster_token_file, or the three tls_*_file, or both (see docs/security.md)"
-        )
 
 
 def check_ssd_paths(config: NodeConfig) -> None:

@@ -23,6 +23,7 @@ def refuse_bad_cluster(node: NodeConfig) -> None:
     for address in (*node.peers, *([node.advertise] if node.advertise else [])):
         if parse_listen(address) is None:
             raise ValueError(f"{address!r} is no address of a node: write host:port")
+    parse_listen(node.ucx_listen)
     if node.directory == "none":
         return
     listen = parse_listen(node.grpc_listen)

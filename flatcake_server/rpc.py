@@ -69,6 +69,7 @@ class Identity:
     verify: str
     cluster_fingerprint: bytes
     memory_checksums: bool = False
+    peers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 verify=me.verify,
                 cluster_fingerprint=me.cluster_fingerprint,
                 memory_checksums=me.memory_checksums,
+                peers=me.peers,
             )
 
     async def OpenSpace(  # noqa: N802

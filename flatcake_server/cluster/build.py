@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 
-from flatcake_proto.v1 import store_pb2
+from flatcake_server.arena import Arena
 from flatcake_server.cluster.cluster import Cluster, ClusterOptions
 from flatcake_server.cluster.credentials import Secrets, load_secrets
+from flatcake_server.cluster.fabric import Fabric
 from flatcake_server.cluster.members import Member
 from flatcake_server.config import NodeConfig
 from flatcake_server.rpc import Identity, Timings
@@ -22,7 +23,7 @@ def load_node_secrets(config: NodeConfig) -> Secrets:
 
 
 def build_cluster(
-    config: NodeConfig, store: Store, identity: Identity, secrets: Secrets, timings: Timings
+    config: NodeConfig, store: Store, arena: Arena, identity: Identity, secrets: Secrets, timings: Timings
 ) -> Cluster | None:
     """None: this node is by itself. Raises: Unavailable: redis is not installed."""
     if config.directory == "none":
@@ -48,8 +49,8 @@ def build_cluster(
         message_bytes_max=config.message_bytes_max,
         verify=config.verify != "off",
     )
-    # Neither UCX nor NVMe-oF is served yet: what a peer finds here it cannot read, and says so to its client.
-    return Cluster(store, me, options, secrets, store_pb2.Fabric(arena_bytes=config.memory_bytes), timings)
+    fabric = Fabric(parse_listen(config.ucx_listen), arena, config.peer_timeout)
+    return Cluster(store, me, options, secrets, fabric, timings)
 
 
 def advertised(config: NodeConfig, port: int) -> str:

@@ -21,11 +21,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from flatcake_proto.v1 import store_pb2
 from flatcake_server.cluster.anchors import anchors_within
 from flatcake_server.cluster.borrowed import Loans
 from flatcake_server.cluster.credentials import Secrets
 from flatcake_server.cluster.directory import Directory
+from flatcake_server.cluster.fabric import Fabric
 from flatcake_server.cluster.members import Member, Membership, State, Verdict
 from flatcake_server.cluster.peer_service import PeerService
 from flatcake_server.cluster.peers import Peers
@@ -72,10 +72,11 @@ class Cluster:
     """Belongs to the event loop. Made before the wire, started after it."""
 
     def __init__(
-        self, store: Store, me: Member, options: ClusterOptions, secrets: Secrets, fabric: store_pb2.Fabric,
+        self, store: Store, me: Member, options: ClusterOptions, secrets: Secrets, fabric: Fabric,
         timings: Timings,
     ) -> None:  # fmt: skip
         self._store = store
+        self._fabric = fabric
         self._options = options
         self._now_s = time.monotonic
         self._background: set[asyncio.Task[Any]] = set()
@@ -92,7 +93,7 @@ class Cluster:
             self.publisher = Publisher(options.anchor_ttl_s, options.publish_rate_max)
             store.catalog.watch = self._changed
         self.service = PeerService(
-            store, me, options.name, secrets, fabric, options.lease_ttl_s, timings, refused=self._refusal
+            store, me, options.name, secrets, fabric.words, options.lease_ttl_s, timings, refused=self._refusal
         )
         self.remote = RemoteLookup(
             store, self.membership, self.directory, self.peers, self._loans, self.counts, options.peer_timeout_s,
@@ -121,6 +122,7 @@ class Cluster:
 
         Raises: Unavailable: a living node has the number.
         """
+        await self._fabric.start()
         self.membership.me = replace(self.membership.me, address=address)
         for _ in range(JOIN_TRIES):
             await self._beat()
@@ -156,6 +158,7 @@ class Cluster:
                 log.info("left without a word: %s", error)
         await self.peers.close()
         await self.directory.close()
+        await self._fabric.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -51,7 +51,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         me: Member,
         cluster: str,
         secrets_: Secrets,
-        fabric: store_pb2.Fabric,
+        fabric: Callable[[], store_pb2.Fabric],
         lease_ttl_s: float,
         timings: Timings,
         *,
@@ -127,7 +127,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         ended = asyncio.Event()
         self._attached[client.client_id] = shake, ended
         try:
-            yield peer_pb2.Attached(peer_id=client.client_id, incarnation=self._me.incarnation, fabric=self._fabric)
+            yield peer_pb2.Attached(peer_id=client.client_id, incarnation=self._me.incarnation)
             while not await _within(ended, max(request.beat_ms / 1000, BEAT_S_MIN)):
                 yield peer_pb2.Attached(incarnation=self._me.incarnation)
         finally:
@@ -154,6 +154,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 incarnation=self._me.incarnation,
                 lease_id=found.lease_id,
                 lease_ttl_ms=int(self._lease_ttl_s * LEASE_SHARE * 1000),
+                fabric=self._fabric(),
             )
             add_runs(reply.runs, found.runs)
             return reply

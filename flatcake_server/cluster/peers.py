@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import grpc
 
-from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc, store_pb2
+from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc
 from flatcake_server.cluster.credentials import Secrets
 from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.peer_service import PROTOCOL
@@ -42,7 +42,6 @@ class Link:
     member: Member
     stub: Any
     peer_id: int
-    fabric: store_pb2.Fabric
     life: Any  # the stream
     watcher: asyncio.Task[None] | None = None
 
@@ -108,11 +107,12 @@ class Peers:
 
     async def find(
         self, member: Member, space: bytes, keys: bytes, *, pin: bool, timeout_s: float
-    ) -> tuple[peer_pb2.FindReply, store_pb2.Fabric]:
+    ) -> peer_pb2.FindReply:
         """The runs of the longest prefix of a chain that the member holds, and how its bytes are reached."""
         link = await self._link(member)
         request = peer_pb2.FindRequest(peer_id=link.peer_id, space=space, keys=keys, pin=pin)
-        return await self._ask(link, "find", link.stub.Find, request, timeout_s), link.fabric
+        found: peer_pb2.FindReply = await self._ask(link, "find", link.stub.Find, request, timeout_s)
+        return found
 
     async def probe(self, member: Member, keys: Sequence[bytes]) -> bytes:
         """One byte a key: 1 where it is stored there."""
@@ -176,7 +176,7 @@ class Peers:
         except Unavailable:
             self._pause(member)
             raise
-        link = Link(member, stub, attached.peer_id, attached.fabric, life)
+        link = Link(member, stub, attached.peer_id, life)
         self._links[member.node_id] = link
         self._pauses.pop(member.node_id, None)
         link.watcher = asyncio.ensure_future(self._watch(link))

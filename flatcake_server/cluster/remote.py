@@ -115,7 +115,7 @@ class RemoteLookup:
     ) -> int:
         """Ask the member for the exact runs; how many blocks they have."""
         asked_s = self.now_s()
-        found, fabric = await self.peers.find(
+        found = await self.peers.find(
             member, spec.to_json(), keys.tobytes(), pin=pin, timeout_s=PEER_SHARE * (deadline_s - asked_s)
         )
         blocks = _checked(found, member, len(keys))
@@ -136,7 +136,7 @@ class RemoteLookup:
             lease_id=found.lease_id,
             lease_ttl_ms=found.lease_ttl_ms,
             lease_spent_ms=int((self.now_s() - asked_s) * 1000) + 1,
-            fabric=fabric,
+            fabric=found.fabric,
             verify=self.verify,
         )
         return blocks

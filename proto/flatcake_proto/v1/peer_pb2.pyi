@@ -135,22 +135,18 @@ class Attached(_message.Message):
 
     PEER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    FABRIC_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.int
     """names the attachment; later messages only say that the server lives"""
     incarnation: _builtins.bytes
-    @_builtins.property
-    def fabric(self) -> _store_pb2.Fabric: ...
     def __init__(
         self,
         *,
         peer_id: _builtins.int = ...,
         incarnation: _builtins.bytes = ...,
-        fabric: _store_pb2.Fabric | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fabric", b"fabric"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fabric", b"fabric", "incarnation", b"incarnation", "peer_id", b"peer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "peer_id", b"peer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,11 +236,16 @@ class FindReply(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
+    FABRIC_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     lease_id: _builtins.int
     lease_ttl_ms: _builtins.int
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[_store_pb2.Run]: ...
+    @_builtins.property
+    def fabric(self) -> _store_pb2.Fabric:
+        """how the bytes are reached now: it changes when the process that serves them is started again"""
+
     def __init__(
         self,
         *,
@@ -252,10 +253,11 @@ class FindReply(_message.Message):
         runs: _abc.Iterable[_store_pb2.Run] | None = ...,
         lease_id: _builtins.int = ...,
         lease_ttl_ms: _builtins.int = ...,
+        fabric: _store_pb2.Fabric | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fabric", b"fabric"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fabric", b"fabric", "incarnation", b"incarnation", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,6 +62,7 @@ class HelloReply(_message.Message):
     VERIFY_FIELD_NUMBER: _builtins.int
     CLUSTER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MEMORY_CHECKSUMS_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     version: _builtins.str
     incarnation: _builtins.bytes
@@ -83,6 +84,8 @@ class HelloReply(_message.Message):
     """format and configuration that all nodes must share"""
     memory_checksums: _builtins.bool
     """peers read this node's memory and verify it: turns bring checksums of memory, too"""
+    peers: _builtins.bool
+    """this node is one of several: lookups may go on at others"""
     def __init__(
         self,
         *,
@@ -99,10 +102,11 @@ class HelloReply(_message.Message):
         verify: _builtins.str = ...,
         cluster_fingerprint: _builtins.bytes = ...,
         memory_checksums: _builtins.bool = ...,
+        peers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "boot_id", b"boot_id", "client_id", b"client_id", "cluster_fingerprint", b"cluster_fingerprint", "handover_path", b"handover_path", "incarnation", b"incarnation", "lease_ttl_ms", b"lease_ttl_ms", "memory_checksums", b"memory_checksums", "node_id", b"node_id", "protocol", b"protocol", "token", b"token", "verify", b"verify", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "boot_id", b"boot_id", "client_id", b"client_id", "cluster_fingerprint", b"cluster_fingerprint", "handover_path", b"handover_path", "incarnation", b"incarnation", "lease_ttl_ms", b"lease_ttl_ms", "memory_checksums", b"memory_checksums", "node_id", b"node_id", "peers", b"peers", "protocol", b"protocol", "token", b"token", "verify", b"verify", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -261,19 +265,11 @@ class Fabric(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    UCX_ADDRESS_FIELD_NUMBER: _builtins.int
-    ARENA_BASE_FIELD_NUMBER: _builtins.int
-    ARENA_RKEY_FIELD_NUMBER: _builtins.int
-    ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    ARENA_FIELD_NUMBER: _builtins.int
     NVME_SUBSYSTEM_FIELD_NUMBER: _builtins.int
     NVME_ADDRESS_FIELD_NUMBER: _builtins.int
-    ucx_address: _builtins.bytes
-    """of its UCX worker"""
-    arena_base: _builtins.int
-    """remote virtual address of the arena's first byte"""
-    arena_rkey: _builtins.bytes
-    """packed"""
-    arena_bytes: _builtins.int
+    arena: _builtins.bytes
+    """its memory, for one-sided UCX gets: remote.py in transport"""
     nvme_subsystem: _builtins.str
     """NQN"""
     nvme_address: _builtins.str
@@ -281,16 +277,13 @@ class Fabric(_message.Message):
     def __init__(
         self,
         *,
-        ucx_address: _builtins.bytes = ...,
-        arena_base: _builtins.int = ...,
-        arena_rkey: _builtins.bytes = ...,
-        arena_bytes: _builtins.int = ...,
+        arena: _builtins.bytes = ...,
         nvme_subsystem: _builtins.str = ...,
         nvme_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_base", b"arena_base", "arena_bytes", b"arena_bytes", "arena_rkey", b"arena_rkey", "nvme_address", b"nvme_address", "nvme_subsystem", b"nvme_subsystem", "ucx_address", b"ucx_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "nvme_address", b"nvme_address", "nvme_subsystem", b"nvme_subsystem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

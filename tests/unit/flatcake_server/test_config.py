@@ -154,7 +154,6 @@ def test_what_is_wrong_is_refused_and_says_what_to_do(flags, said):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("ucx_listen", "[::]:7452"),
         ("nvmeof", "tcp"),
     ],
 )
@@ -163,6 +162,10 @@ def test_what_this_version_cannot_serve_is_refused_and_its_default_is_not(name, 
     assert f"{name} is" in message
     assert "cannot serve yet: remove it" in message
     assert getattr(load_config(None, None, {name: getattr(load_config(), name)}), name) == getattr(load_config(), name)
+
+
+def test_where_peers_read_is_an_address():
+    assert "write host:port" in refused(ucx_listen="somewhere")
 
 
 def test_a_node_that_others_reach_has_a_token_or_tls():

@@ -1,0 +1,108 @@
+"""How peers reach the bytes of this node: one-sided UCX gets from the arena, answered by a process of its own.
+
+What peers are told changes when that process is started again, so it goes with each lookup's reply and not with the greeting.
+While nobody serves the arena, a peer's hit here is told that its memory cannot be read, which is a miss there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import logging
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from flatcake_proto.v1 import store_pb2
+from flatcake_server.arena import Arena
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.movers.ucx_process import UcxProcess
+from flatcake_transport.units import Listen
+
+log = logging.getLogger(__name__)
+
+# UCX takes the first free port of a range: one for the process that serves, more for one that is started again while the
+# connections of the last one linger.
+PORTS: Final = 8
+_SIOCGIFADDR: Final = 0x8915
+_EVERY_ADDRESS: Final = ("0.0.0.0", "::")  # noqa: S104
+
+
+class Fabric:
+    """Belongs to the event loop. `listen` None: nothing is served."""
+
+    def __init__(self, listen: Listen | None, arena: Arena, peer_timeout_s: float) -> None:
+        self._listen = listen
+        self._arena = arena
+        self._peer_timeout_s = peer_timeout_s
+        self._process: UcxProcess | None = None
+
+    async def start(self) -> None:
+        """Serve the arena. Raises: Unavailable: no UCX here, or no such address."""
+        if self._listen is None or not self._arena.size_bytes:
+            return
+        options = ucx_options(self._listen)
+        regions = [(self._arena.fd, self._arena.size_bytes)]
+
+        def serve() -> UcxProcess:
+            return UcxProcess(regions, options=options, peer_timeout_s=self._peer_timeout_s)
+
+        self._process = await asyncio.get_running_loop().run_in_executor(None, serve)
+        log.info("peers read this node's memory over UCX at %s", self._listen)
+
+    def words(self) -> store_pb2.Fabric:
+        """What peers are to be told now."""
+        words = store_pb2.Fabric()
+        if self._process is not None:
+            with contextlib.suppress(Unavailable):
+                words.arena = self._process.memories()[0].sealed()
+        return words
+
+    @property
+    def restarts(self) -> int:
+        return self._process.restarts if self._process is not None else 0
+
+    async def close(self) -> None:
+        """Twice is fine."""
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.get_running_loop().run_in_executor(None, process.close)
+
+
+def ucx_options(listen: Listen) -> Mapping[str, str]:
+    """UCX's words for where to listen; the user's own UCX_* come before them. Raises: Unavailable: no such address here."""
+    options = {"TCP_PORT_RANGE": f"{listen.port}-{listen.port + PORTS - 1}"} if listen.port else {}
+    if listen.host not in _EVERY_ADDRESS:
+        device = device_of_address(listen.host)
+        if device is None:
+            raise Unavailable(
+                f"ucx_listen: no network device has the address {listen.host}: give the address of one, or 0.0.0.0"
+            )
+        options |= {"NET_DEVICES": device}
+    return options
+
+
+def device_of_address(host: str) -> str | None:
+    """The network device that has an address, or is called so; None: there is none."""
+    devices = [name for _, name in socket.if_nameindex()]
+    if host in devices:
+        return host
+    try:
+        wanted = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        return None
+    if wanted.is_loopback:
+        return next((name for name in devices if name == "lo"), None)
+    if wanted.version == 6:
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        return next((words[-1] for words in lines if int(words[0], 16) == int(wanted)), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for name in devices:
+            with contextlib.suppress(OSError):  # a device without an address
+                answer = fcntl.ioctl(asker, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+                if answer[20:24] == wanted.packed:
+                    return name
+    return None

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ucx_peer import ucx_here
+
+from flatcake_server.arena import Arena
+from flatcake_server.cluster.fabric import Fabric, device_of_address, ucx_options
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.remote import unseal_memory
+from flatcake_transport.units import Listen
+
+
+def test_an_address_is_found_on_its_device():
+    assert device_of_address("127.0.0.1") == device_of_address("localhost") == device_of_address("lo") == "lo"
+    assert device_of_address("::1") == "lo"
+    assert device_of_address("192.0.2.7") is None
+    assert device_of_address("no such device") is None
+
+
+def test_where_to_listen_in_ucxs_words():
+    assert ucx_options(Listen("127.0.0.1", 7452)) == {"TCP_PORT_RANGE": "7452-7459", "NET_DEVICES": "lo"}
+    assert ucx_options(Listen("0.0.0.0", 0)) == {}
+    with pytest.raises(Unavailable, match=r"no network device has the address 192\.0\.2\.7"):
+        ucx_options(Listen("192.0.2.7", 7452))
+
+
+def test_a_node_that_does_not_listen_serves_nothing():
+    async def words() -> bytes:
+        fabric = Fabric(None, Arena(1 << 20, "off"), 1.0)
+        await fabric.start()
+        try:
+            return fabric.words().arena
+        finally:
+            await fabric.close()
+
+    assert asyncio.run(words()) == b""
+
+
+def test_the_arena_is_served_and_no_longer():
+    ucx_here()
+    arena = Arena(1 << 20, "off")
+
+    async def work() -> None:
+        fabric = Fabric(Listen("127.0.0.1", 0), arena, 1.0)
+        await fabric.start()
+        assert unseal_memory(fabric.words().arena).size_bytes == arena.size_bytes
+        await fabric.close()
+        await fabric.close()
+        assert fabric.words().arena == b""
+
+    asyncio.run(work())
