@@ -14,9 +14,10 @@ with space.begin_turn(keys, session="agent-42") as turn:
 """
 
 from flatcake_client.client import Client, ClientStats, connect
+from flatcake_client.hit import Hit
 from flatcake_client.records import Part, Run
 from flatcake_client.restore import Restore, RestoreCorrupt, RestoreStats, RestoreUnavailable
-from flatcake_client.space import Hit, Space
+from flatcake_client.space import Space
 from flatcake_client.writer import Turn
 from flatcake_transport.address import Address, Medium
 from flatcake_transport.errors import Corrupt, FlatCakeError, Overloaded, Unavailable

@@ -27,9 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_client.connection import Connection
+from flatcake_client.hit import Hit
 from flatcake_client.linger import Linger
 from flatcake_client.rpc import Rpc, Stale, Unknown
-from flatcake_client.space import Hit, Space
+from flatcake_client.space import Space
 from flatcake_client.tools import STAGING_BYTES, WINDOW_HALF_BYTES, Tools
 from flatcake_client.writer import Turn
 from flatcake_transport.endpoint import default_endpoint
@@ -107,6 +108,7 @@ class Client:
         self._reachable = True  # answered since the last log line that said otherwise
         self._say_after_s = 0.0
         self._closed = False
+        self._peers_read: bool | None = None  # not known yet
         self.timeout_s = timeout_s
         self.transfer_timeout_s = transfer_timeout_s
         self.tools = tools
@@ -233,6 +235,17 @@ class Client:
                 self._say_unreachable(error)
                 raise
         raise Unavailable("the daemon was restarted while it was asked")
+
+    def reads_peers(self) -> bool:
+        """Whether blocks of other nodes can be brought here; said once if not."""
+        if self._peers_read is None:
+            try:
+                self.tools.remote(self.timeout_s)
+                self._peers_read = True
+            except Unavailable as error:
+                self._peers_read = False
+                log.warning("blocks of other nodes are recomputed here: %s", error)
+        return self._peers_read
 
     def arena(self, connection: Connection, timeout_s: float) -> NDArray[np.uint8]:
         """A connection's arena, registered with the movers at the first call."""

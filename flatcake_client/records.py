@@ -24,6 +24,7 @@ class Welcome:
     lease_ttl_s: float
     verify: str  # off, remote or all
     memory_checksums: bool = False  # peers verify what they read of this node's memory
+    peers: bool = False  # lookups may go on at other nodes
 
 
 class Run(NamedTuple):

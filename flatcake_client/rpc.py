@@ -13,21 +13,25 @@ costs an engine one deadline a second and not one a request.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, TypeVar
 
 import grpc
 
 from flatcake_client.keys import KeyArray
-from flatcake_client.records import Found, Grant, Part, Run, TurnHints, Welcome
+from flatcake_client.records import Found, Grant, Part, RemoteNode, Run, TurnHints, Welcome
 from flatcake_proto.v1 import store_pb2, store_pb2_grpc
 from flatcake_transport.access import Access, access_of
-from flatcake_transport.address import Address
+from flatcake_transport.address import Address, Medium
 from flatcake_transport.endpoint import grpc_target
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
+from flatcake_transport.remote import unseal_memory
 from flatcake_transport.space import SpaceSpec
+
+log = logging.getLogger(__name__)
 
 PROTOCOL: Final = 1
 SILENCE_PAUSE_S: Final = 1.0
@@ -109,6 +113,7 @@ class Rpc:
             lease_ttl_s=reply.lease_ttl_ms / 1000,
             verify=reply.verify,
             memory_checksums=reply.memory_checksums,
+            peers=reply.peers,
         )
 
     def open_space(self, welcome: Welcome, spec: SpaceSpec, timeout_s: float) -> None:
@@ -126,27 +131,35 @@ class Rpc:
         )
         self._call(self._stub.OpenSpace, request, timeout_s)
 
-    def lookup(self, welcome: Welcome, fingerprint: bytes, keys: KeyArray, *, pin: bool, timeout_s: float) -> Found:
+    def lookup(
+        self, welcome: Welcome, fingerprint: bytes, keys: KeyArray, *, pin: bool, remote: bool, timeout_s: float
+    ) -> Found:
+        """`remote`: this client can read what lies at other nodes."""
         request = store_pb2.LookupRequest(
             client_id=welcome.client_id,
             incarnation=welcome.incarnation,
             fingerprint=fingerprint,
             keys=keys.tobytes(),
             pin=pin,
+            remote=remote,
         )
         reply = self._call(self._stub.Lookup, request, timeout_s)
         self._check_incarnation(welcome, reply.incarnation)
         runs = tuple([_run(run) for run in reply.runs])
-        if reply.nodes:  # not asked for: what this client cannot read is no part of its hit
-            runs = tuple(itertools.takewhile(lambda run: run.segment.node == welcome.node_id, runs))
-        return Found(runs, reply.lease_id)
+        nodes = tuple([_node(node) for node in reply.nodes])
+        if nodes:  # what this client cannot read is no part of its hit
+            memories = {node.node_id for node in nodes if node.arena is not None}
+            near = welcome.node_id
+            runs = tuple(itertools.takewhile(lambda run: run.segment.node == near or _readable(run, memories), runs))
+        return Found(runs, reply.lease_id, nodes)
 
-    def renew(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> list[int]:
-        """Which of the leases live on, for another ttl from before this call."""
+    def renew(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> tuple[list[int], list[int]]:
+        """Which of the leases live on, for another ttl from before this call; and of which also the part at another node."""
         request = store_pb2.RenewRequest(
             client_id=welcome.client_id, incarnation=welcome.incarnation, lease_ids=lease_ids
         )
-        return list(self._call(self._stub.Renew, request, timeout_s).alive)
+        reply = self._call(self._stub.Renew, request, timeout_s)
+        return list(reply.alive), list(reply.alive_remote)
 
     def release(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> None:
         request = store_pb2.ReleaseRequest(
@@ -258,6 +271,20 @@ def _run(run: store_pb2.Run) -> Run:
         run.file_id,
         run.file_offset,
     )
+
+
+def _node(node: store_pb2.RemoteNode) -> RemoteNode:
+    try:
+        arena = unseal_memory(node.fabric.arena) if node.fabric.arena else None
+    except ValueError as error:  # another version of the words: a miss, and not an end of the engine
+        log.warning("the memory of node %d cannot be read: %s", node.node_id, error)
+        arena = None
+    return RemoteNode(node.node_id, node.lease_id, node.lease_ttl_ms / 1000, arena, node.verify)
+
+
+def _readable(run: Run, memories: Collection[int]) -> bool:
+    """Whether the run of another node is in memory that can be read."""
+    return run.segment.node in memories and run.segment.medium is Medium.MEMORY
 
 
 def _part(part: store_pb2.Part) -> Part:

@@ -1,46 +1,40 @@
-"""A space as an engine uses it: keys, lookup, turns. And the hit, what a lookup found.
+"""A space as an engine uses it: keys, lookup, turns.
 
-A lookup never raises for the daemon's sake: what cannot be had now is a miss, with its reason in `Hit.failure`. A hit holds
-the blocks it found (its lease) until it is released; hold it no longer than the restore needs.
+A lookup never raises for the daemon's sake: what cannot be had now is a miss, with its reason in `Hit.failure`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_client.connection import Connection
 from flatcake_client.handover import Descriptors
+from flatcake_client.hit import Hit
 from flatcake_client.keys import KeyArray, chain_keys, check_keys, foreign_keys, host_integers, root_key
-from flatcake_client.lease import Lease
 from flatcake_client.linger import Pause
-from flatcake_client.records import Found, Grant, Run, TurnHints
-from flatcake_client.restore import RemoteSource, Restore
+from flatcake_client.records import Grant, TurnHints
 from flatcake_client.rpc import Stale, Unknown
 from flatcake_client.writer import Turn
-from flatcake_transport.errors import FlatCakeError, Unavailable
+from flatcake_transport.errors import FlatCakeError
 from flatcake_transport.handoff import Verb
 from flatcake_transport.layout import SegmentLayout, segment_layout
 from flatcake_transport.mover import Transfer
-from flatcake_transport.paged import device_of
 from flatcake_transport.space import SpaceSpec
-from flatcake_transport.window import OpenFile, Readable
+from flatcake_transport.window import OpenFile
 
 if TYPE_CHECKING:
     from flatcake_client.client import Client
 
 LAYOUTS_KEPT: Final = 1024  # geometries of segments by block count: some 3 KB each for 80 layers
 REPORT_TIMEOUT_S: Final = 1.0
-RELEASE_TIMEOUT_S: Final = 0.25  # an engine's thread waits for it; a lease that is not given back expires
 ABORT_AGAIN_S: Final = 2.0  # longer than a silent daemon is left alone
 
 
@@ -99,7 +93,9 @@ class Space:
 
     def _lookup(self, keys: KeyArray, pin: bool, connection: Connection, timeout_s: float) -> Hit:
         asked_s = time.monotonic()
-        found = connection.rpc.lookup(connection.welcome, self.spec.fingerprint, keys, pin=pin, timeout_s=timeout_s)
+        welcome = connection.welcome
+        remote = welcome.peers and self.client.reads_peers()
+        found = connection.rpc.lookup(welcome, self.spec.fingerprint, keys, pin=pin, remote=remote, timeout_s=timeout_s)
         hit = Hit(self, keys, found=found, connection=connection, asked_s=asked_s)
         self.client.counts.add("lookups")
         self.client.counts.add("lookup_blocks", len(keys))
@@ -247,162 +243,3 @@ class _Home:
         self._descriptors.close()
         self._connection.turn_ended()
         self._client.counts.add(f"turns_{outcome}")
-
-
-class Hit:
-    """What a lookup found: the longest stored prefix, in blocks. Thread-safe; a context manager that releases itself.
-
-    Attributes:
-        blocks: length of the prefix.
-        runs: where its blocks are, in chain order.
-        failure: why the daemon could not be asked; None when it was.
-    """
-
-    def __init__(
-        self,
-        space: Space,
-        keys: KeyArray,
-        *,
-        found: Found | None = None,
-        connection: Connection | None = None,
-        asked_s: float = 0.0,
-        failure: FlatCakeError | None = None,
-    ) -> None:
-        self._space = space
-        self._client = space.client
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._descriptors: Descriptors | None = None
-        self._restores: list[Restore] = []
-        self.spec = space.spec
-        self.shard = space.shard
-        self.layout_of = space.layout_of
-        self.runs: tuple[Run, ...] = found.runs if found else ()
-        self.blocks = min(sum(run.blocks for run in self.runs), len(keys))
-        # What the footers are compared with later must not change with an array of the caller's.
-        self.keys = keys[: self.blocks].copy() if keys.flags.writeable else keys[: self.blocks]
-        self.failure = failure
-        self.remote: Sequence[RemoteSource] = ()
-        self.verify = connection is not None and connection.welcome.verify == "all"
-        self.lease = Lease(
-            found.lease_id if found else 0,
-            connection.welcome.lease_ttl_s if connection else 0.0,
-            asked_s,
-            partial(_renew, connection),
-            connection.lost if connection else lambda: True,
-        )
-        if self.lease.lease_id:
-            self._client.hits.add(self)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that need not be computed."""
-        return self.blocks * self.spec.block_tokens
-
-    @property
-    def bytes_by_medium(self) -> dict[str, int]:
-        """Bytes of this shard, by "memory" and "ssd"."""
-        sums = {"memory": 0, "ssd": 0}
-        for run in self.runs:
-            sums[run.segment.medium.name.lower()] += run.blocks * sum(self.spec.plane_bytes)
-        return sums
-
-    def restore(
-        self, target: Sequence[Any], slots: Any, first_block: int = 0, timeout_s: float | None = None
-    ) -> Restore:
-        """Bring the hit's blocks into the engine's paged KV. Nothing is copied until the restore is waited for.
-
-        Args:
-            target: one array a layer of the caller's shard: numpy or torch, first axis the slot, a slot holding
-                `plane_bytes[layer]` bytes, any strides. It stays alive until the restore has been waited for or closed.
-            slots: `slots[i]` is where block i of the hit goes. Fewer than the hit's blocks: only those are brought.
-            first_block: blocks before it are in place already and are not touched.
-            timeout_s: from now to the end of the restore; past it the usable prefix is what is in place.
-
-        Raises:
-            ValueError: shapes do not fit, a slot is named twice or does not exist, or the hit was not pinned.
-        """
-        self._client.guard()
-        if self.runs and not self.lease.lease_id:
-            raise ValueError("this hit is not pinned: look up with pin=True to restore")
-        self._client.linger.sweep()
-        # Windows on a device serve that device only: a model over several gets the host's.
-        devices = {device_of(pages) for pages in target}
-        restore = Restore(
-            self,
-            self._client.tools.reading(devices.pop() if len(devices) == 1 else "cpu", verify=self.verify),
-            target,
-            slots,
-            first_block,
-            self._client.transfer_timeout_s if timeout_s is None else timeout_s,
-            guard=self._client.guard,
-            forked=self._client.forked,
-            ended=self._restored,
-        )
-        self._restores.append(restore)
-        return restore
-
-    def release(self) -> None:
-        """Give the lease back and end the hit's restores. Twice is fine; raises nothing. In a forked child: nothing."""
-        if self._client.forked():
-            return
-        # First of all: whoever still reads, or begins to, in another thread hears of the end before the descriptors go.
-        mine = self.lease.end()
-        restores, self._restores = self._restores, []
-        for restore in restores:
-            restore.close()
-        with self._lock:
-            if self._descriptors is not None:
-                moving = [transfer for restore in restores for transfer in restore.moving()]
-                self._descriptors.close(moving, self._client.linger)
-        connection = self._connection
-        if mine and self.lease.lease_id and connection is not None and not connection.lost():
-            with contextlib.suppress(FlatCakeError):
-                timeout_s = min(self._client.timeout_s, RELEASE_TIMEOUT_S)
-                connection.rpc.release(connection.welcome, [self.lease.lease_id], timeout_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
-
-    # What a restore asks of its hit (restore.HitSource).
-
-    def arena(self, timeout_s: float) -> NDArray[np.uint8]:
-        return self._client.arena(self._reachable(), timeout_s)
-
-    def files(self, timeout_s: float) -> Mapping[int, Readable]:
-        # Once, also where two restores ask at the same time: they share the descriptors, and these close with the hit.
-        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
-            raise Unavailable("another restore of the hit is being handed the descriptors")
-        try:
-            self.lease.check()
-            if self._descriptors is None:
-                self._descriptors = self._reachable().handover.files(Verb.LEASE, self.lease.lease_id, timeout_s)
-            return self._descriptors.files
-        finally:
-            self._lock.release()
-
-    def report_corrupt(self, segments: Sequence[int]) -> None:
-        connection = self._reachable()
-        self._client.counts.add("corrupt_segments", len(segments))
-        with contextlib.suppress(FlatCakeError):
-            connection.rpc.report_corrupt(connection.welcome, segments, REPORT_TIMEOUT_S)
-
-    def _reachable(self) -> Connection:
-        if self._connection is None:
-            raise Unavailable("the hit is empty")
-        return self._connection
-
-    def _restored(self, restore: Restore) -> None:
-        stats = restore.stats
-        self._client.counts.add("restores")
-        self._client.counts.add("read_commands", stats.read_commands)
-        self._client.counts.add("bytes_read", stats.bytes_read)
-
-
-def _renew(connection: Connection | None, lease_id: int, timeout_s: float) -> bool:
-    if connection is None or not lease_id:
-        return False
-    return lease_id in connection.rpc.renew(connection.welcome, [lease_id], timeout_s)
