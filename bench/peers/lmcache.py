@@ -61,7 +61,7 @@ class Settings:
             raise ValueError(
                 f"memory of {budget.memory_bytes} bytes: LMCache reads through it and needs 8 blocks at least"
             )
-        return cls(budget.memory_bytes, budget.ssd_bytes, budget.ssd_dir / "lmcache", budget.block_bytes)
+        return cls(budget.memory_bytes, budget.ssd_bytes, budget.ssd_dir.resolve() / "lmcache", budget.block_bytes)
 
     @property
     def batch_blocks(self) -> int:

@@ -77,7 +77,7 @@ class Settings:
             deployment,
             budget.memory_bytes,
             budget.ssd_bytes,
-            budget.ssd_dir / "mooncake",
+            budget.ssd_dir.resolve() / "mooncake",
             STAGING_BYTES,
             budget.block_bytes,
         )
