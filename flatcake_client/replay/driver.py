@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -139,6 +139,7 @@ class Run:
         self._next: dict[int, int] = {}
         self._left = len(self.records)
         self._stop = threading.Event()
+        self._broken: BaseException | None = None
         self._zero_s = 0.0
 
     def stop(self) -> None:
@@ -175,16 +176,17 @@ class Run:
         scheduler: Scheduler[int] = Scheduler(self._prefetches, queues=self._queues)
         asking = ThreadPoolExecutor(ASKING_THREADS, "replay-ask")
         workers = [
-            threading.Thread(target=self._work, args=(scheduler, stores), name=f"replay-prefill{n}")
+            threading.Thread(target=self._guarded, args=(self._work, scheduler, stores), name=f"replay-prefill{n}")
             for n in range(self._engine.workers)
         ]
         storing = [
-            threading.Thread(target=self._keep, args=(stores,), name=f"replay-store{n}") for n in range(STORING_THREADS)
+            threading.Thread(target=self._guarded, args=(self._keep, stores), name=f"replay-store{n}")
+            for n in range(STORING_THREADS)
         ]
         for thread in (*workers, *storing):
             thread.start()
         try:
-            self._pace(lambda planned: asking.submit(self._ask, planned, scheduler))
+            self._pace(lambda planned: asking.submit(self._guarded, self._ask, planned, scheduler))
         finally:
             asking.shutdown()
             scheduler.close()  # wakes workers that wait for a request
@@ -194,7 +196,17 @@ class Run:
                 stores.put(None)
             for thread in storing:
                 thread.join()
+        if self._broken is not None:
+            raise self._broken
         return self._left == 0
+
+    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
+        """A thread that ends for a fault of ours ends the run: it would wait for ever for what that thread was to do."""
+        try:
+            work(*arguments)
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: `run` raises it
+            self._broken = self._broken or error
+            self.stop()
 
     # -- the clock -------------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,16 @@ def test_what_a_system_raises_is_a_miss_and_an_error(workload, verb):
     assert verb in next(record.error for record in run.records if record.error)
 
 
+@pytest.mark.parametrize("part", ["wrong_blocks", "fill"])
+def test_a_fault_of_the_replay_ends_it_and_is_raised(workload, monkeypatch, part):
+    def breaks(*_):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(Contents, part, breaks)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        run_of(workload, DictSystem()).run()
+
+
 def test_a_short_restore_delivers_its_prefix(workload):
     class Short(DictSystem):
         def restore(self, asked, found, pages, slots, timeout_s):
