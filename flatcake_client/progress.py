@@ -35,7 +35,7 @@ class Progress:
     def cut(self, position: int, failure: FlatCakeError) -> None:
         """Nothing from `position` on can be had."""
         self.failure = self.failure or failure
-        self.end = min(self.end, position + 1)
+        self.end = min(self.end, position)
         self.over = self.over or self.end == 0
 
     def stop(self, failure: FlatCakeError) -> None:
