@@ -82,15 +82,15 @@ def file_system(path: Path) -> str:
 class Node:
     """`flatcake serve` in a process of its own, on a directory of ours. A context manager; `restart_s` starts it anew."""
 
-    def __init__(self, directory: Path, **options: object) -> None:
+    def __init__(self, directory: Path, /, **options: object) -> None:
         self._directory = directory
         self._sockets = Path(tempfile.mkdtemp(prefix="flatcake-bench-"))  # a socket's path is short
         self.ssd_path = directory / "ssd"
         self.ssd_path.mkdir(exist_ok=True)
         defaults: dict[str, object] = {"memory_bytes": 64 * MIB, "ssd_bytes": 8 * GIB, "session_trim_after": "1h"}
+        defaults |= {"grpc_listen": "off", "http_listen": "off"}
         self._options = defaults | options
         self._options |= {"socket": self._sockets / "fc.sock", "ssd_paths": self.ssd_path}
-        self._options |= {"grpc_listen": "off", "http_listen": "off"}
         self.process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from cluster import SPEC, Wire, keys_of, remote, store
-from redis_server import free_port
+from redis_server import RedisServer, free_port, needs_redis
 from waiting import pause
 from wire import Refused
 
@@ -127,6 +127,32 @@ def test_peers_named_in_a_list_find_each_other_s_prefixes(tmp_path):
                 await Node(config_of(tmp_path, 2, free_port(), [int(two.address[-5:])], socket=tmp_path / "t")).start()
 
     run(work())
+
+
+@needs_redis
+def test_sixteen_nodes_and_sixty_four_clients_at_once(tmp_path):
+    """All in this process: a busy one. A hit or a miss in time, most of them hits, and nothing stays behind."""
+
+    async def work(url: str) -> None:
+        shared = {"directory": "redis", "redis_url": url, "node_ttl": 3.0, "peer_timeout": 5.0}
+        async with nodes(tmp_path, 16, **shared) as running:
+            keys = keys_of(40)
+            owner = running[11]
+            await asyncio.to_thread(store, owner, keys)
+            await soon(lambda: owner.cluster.stats().anchors_published and not owner.cluster.stats().anchors_pending)
+            answers = await asyncio.gather(*(found(each, keys) for each in running * 4))
+            assert sum(answer == [(12, 40)] for answer in answers) >= 60
+            assert all(answer in ([], [(12, 40)]) for answer in answers)
+            for each in running:
+                assert (each.cluster.stats().links, each.cluster.stats().attached) == (15, 15)
+            for each in running:
+                for client in [c for c in each.node.store.clients._clients.values() if c.name == "wire"]:
+                    await each.node.store.client_gone(client.client_id)
+            await soon(lambda: not any(each.cluster.stats().loans for each in running))
+            await soon(lambda: owner.node.leases.stats().leases == 0)
+
+    with RedisServer(tmp_path / "redis") as server:
+        run(work(server.url))
 
 
 def test_ipv6(tmp_path):
