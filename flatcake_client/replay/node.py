@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final
 
 import flatcake_client as fc
-from flatcake_client.engines.demo_processes import undisturbed
 from flatcake_transport.errors import Unavailable
 
 START_TIMEOUT_S: Final = 60.0
@@ -41,7 +40,8 @@ class Node:
         flags |= {name.replace("_", "-"): value for name, value in options.items()}
         command = [sys.executable, "-c", _SERVE, "serve", *(f"--{name}={value}" for name, value in flags.items())]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FLATCAKE_")}
-        with self._log.open("ab") as log, undisturbed():
+        # A stop is a flag here (sweep.on_signal), so none can come between the start and our knowing of it.
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
             self._wait_ready()
