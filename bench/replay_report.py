@@ -110,7 +110,8 @@ def main() -> None:
             documents = []
             for system, ablation in _lines(part, told):
                 file = told.out / f"{part.name}-{ablation or system}.json"
-                note = _replay(part, system, ablation, Path(scratch), file, told)
+                kept = told.reuse and file.exists()
+                note = "" if kept else _replay(part, system, ablation, Path(scratch), file, told)
                 if note:
                     notes.append(f"{part.name}, {system} {ablation}: {note}")
                 if file.exists():
@@ -136,6 +137,7 @@ def _arguments() -> argparse.Namespace:
     add("--parts", default="", help="only these, of heavy,shared,chat,small")
     add("--systems", default="", help="only these, of flatcake,mooncake,lmcache,none")
     add("--no-ablations", action="store_true")
+    add("--reuse", action="store_true", help="keep reports that --out has already, and run only what is missing")
     add("--quick", action="store_true", help="few requests and two loads: to try the harness, no figures")
     return parser.parse_args()
 
