@@ -46,7 +46,6 @@ SYSTEMS = {
     "mooncake": {},
     "mooncake-client": {"FLATCAKE_PEER_MOONCAKE": "client"},
     "lmcache": {},
-    "lmcache-skip_l1": {"FLATCAKE_PEER_LMCACHE": "skip_l1"},
 }
 END_TIMEOUT_S = 90.0
 

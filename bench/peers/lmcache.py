@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,7 @@ class Settings:
 
 def open_system(budget: Budget) -> LMCache:
     """Raises: ValueError: a budget it cannot work with."""
-    settings = Settings.for_budget(budget)
-    policy = os.environ.get("FLATCAKE_PEER_LMCACHE", settings.store_policy)
-    if policy not in ("default", "skip_l1"):
-        raise ValueError(f"FLATCAKE_PEER_LMCACHE={policy}: default or skip_l1")
-    return LMCache(replace(settings, store_policy=policy))
+    return LMCache(Settings.for_budget(budget))
 
 
 class LMCache:
