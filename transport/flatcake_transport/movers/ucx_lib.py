@@ -201,10 +201,16 @@ class Ucp:
         p, out = c_void_p, POINTER(c_void_p)
         params = POINTER(RequestParams)
 
-        def bind(name: str, result: Any, *arguments: Any) -> Call:
-            function = getattr(ucp, name)
+        # Calls of a microsecond keep Python's lock: each time it is given up, a busy thread of the engine's may keep it for 5 ms.
+        held = ctypes.PyDLL(ucp._name, handle=ucp._handle)  # noqa: SLF001 - ctypes has no other way to bind one library twice
+
+        def bind(name: str, result: Any, *arguments: Any, library: ctypes.CDLL = ucp) -> Call:
+            function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
             return function  # type: ignore[no-any-return]
+
+        def bind_quick(name: str, result: Any, *arguments: Any) -> Call:
+            return bind(name, result, *arguments, library=held)
 
         self.get_version = bind("ucp_get_version", None, *[POINTER(c_uint)] * 3)
         self.config_read = bind("ucp_config_read", c_int8, c_char_p, c_char_p, out)
@@ -219,21 +225,21 @@ class Ucp:
         self.worker_query = bind("ucp_worker_query", c_int8, p, POINTER(WorkerAttributes))
         self.release_address = bind("ucp_worker_release_address", None, p, p)
         self.get_efd = bind("ucp_worker_get_efd", c_int8, p, POINTER(c_int))
-        self.arm = bind("ucp_worker_arm", c_int8, p)
+        self.arm = bind_quick("ucp_worker_arm", c_int8, p)
         self.progress = bind("ucp_worker_progress", c_uint, p)
         self.mem_map = bind("ucp_mem_map", c_int8, p, POINTER(MapParams), out)
         self.mem_unmap = bind("ucp_mem_unmap", c_int8, p, p)
         self.rkey_pack = bind("ucp_rkey_pack", c_int8, p, p, out, POINTER(c_size_t))
         self.rkey_buffer_release = bind("ucp_rkey_buffer_release", None, p)
-        self.rkey_unpack = bind("ucp_ep_rkey_unpack", c_int8, p, c_char_p, out)
-        self.rkey_destroy = bind("ucp_rkey_destroy", None, p)
+        self.rkey_unpack = bind_quick("ucp_ep_rkey_unpack", c_int8, p, c_char_p, out)
+        self.rkey_destroy = bind_quick("ucp_rkey_destroy", None, p)
         self.ep_create = bind("ucp_ep_create", c_int8, p, POINTER(EndpointParams), out)
         self.ep_close = bind("ucp_ep_close_nbx", p, p, params)
-        self.ep_flush = bind("ucp_ep_flush_nbx", p, p, params)
-        self.get = bind("ucp_get_nbx", p, p, p, c_size_t, c_uint64, p, params)
+        self.ep_flush = bind_quick("ucp_ep_flush_nbx", p, p, params)
+        self.get = bind_quick("ucp_get_nbx", p, p, p, c_size_t, c_uint64, p, params)
         self.put = bind("ucp_put_nbx", p, p, p, c_size_t, c_uint64, p, params)
-        self.request_status = bind("ucp_request_check_status", c_int8, p)
-        self.request_free = bind("ucp_request_free", None, p)
+        self.request_status = bind_quick("ucp_request_check_status", c_int8, p)
+        self.request_free = bind_quick("ucp_request_free", None, p)
         ucs.ucs_status_string.restype, ucs.ucs_status_string.argtypes = c_char_p, (c_int8,)
         self._status_string = ucs.ucs_status_string
 
