@@ -237,12 +237,16 @@ class StoreService(store_pb2_grpc.StoreServicer):
             reply = store_pb2.LookupReply(lease_id=found.lease_id, incarnation=self._identity.incarnation)
             add_runs(reply.runs, found.runs)
             if request.remote and self._remote is not None:
-                held = sum(run.blocks for run in found.runs)
                 left_s = context.time_remaining()
-                await self._remote.extend(
-                    reply, client_id, self._store.spaces[fingerprint], keys, held, pin=request.pin,
-                    time_s=float("inf") if left_s is None else left_s,
-                )  # fmt: skip
+                try:
+                    await self._remote.extend(
+                        reply, client_id, self._store.spaces[fingerprint], keys, sum(run.blocks for run in found.runs),
+                        pin=request.pin, time_s=float("inf") if left_s is None else left_s,
+                    )  # fmt: skip
+                except asyncio.CancelledError:  # nobody will know of this lease
+                    self._store.release(client_id, [reply.lease_id])
+                    self._remote.released([reply.lease_id])
+                    raise
             return reply
 
     async def Renew(self, request: store_pb2.RenewRequest, context: Context) -> store_pb2.RenewReply:  # noqa: N802

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -321,6 +322,31 @@ def test_leases_are_renewed_given_back_and_end_with_the_peer(tmp_path):
             one.cluster.peers.keep([])
             await soon(lambda: not leases.stats().leases)
             assert leases.stats().orphaned_total == 1
+
+    run(work())
+
+
+def test_a_lookup_that_is_given_up_half_way_leaves_no_lease(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, _):
+            keys = keys_of(64)
+            await asyncio.to_thread(store, one, keys[: 16 * 20])
+            asked = asyncio.Event()
+
+            async def never(_: Any) -> list[Any]:
+                asked.set()
+                await asyncio.Event().wait()
+                return []
+
+            one.cluster.remote.directory = SimpleNamespace(probe=never)
+            stub = store_pb2_grpc.StoreStub(grpc.aio.insecure_channel(one.endpoint.replace("//", "")))
+            me = await stub.Hello(store_pb2.HelloRequest(protocol=1))
+            who = {"client_id": me.client_id, "incarnation": me.incarnation, "fingerprint": SPEC.fingerprint}
+            call = stub.Lookup(store_pb2.LookupRequest(**who, keys=keys, pin=True, remote=True))
+            await asked.wait()
+            assert one.node.leases.stats().leases == 1
+            call.cancel()
+            await soon(lambda: one.node.leases.stats().leases == 0)
 
     run(work())
 
