@@ -3,7 +3,7 @@
     daemon --memfds--> child: maps them, registers them, sleeps in UCX --one line--> daemon: what peers need to read them
 
 Why not in the daemon. Over TCP, UCX answers a get in the serving process, and when the peer dies between its request and our
-answer UCX calls abort() (`ucp_get_req_handler`: seen in 1.13.1 and 1.22.0, in one of some 20 peers killed with gets under way;
+answer UCX calls abort() (`ucp_get_req_handler`: seen in 1.13.1 and 1.22.0, at 7 of 99 peers killed with gets under way;
 tests/fault/test_ucx_process.py). And it reads, and writes, whatever address the request names: no key is compared. So the process
 that answers has nothing but the memory that peers may read, mapped read-only where the card allows it, and an environment of
 UCX's variables only. When it dies it is started again, with a new worker address: gets under way are misses, and whoever asks
