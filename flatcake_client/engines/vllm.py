@@ -32,6 +32,7 @@ from flatcake_client.engines.vllm_worker import WorkerSide
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -127,11 +128,11 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         self._moved.unregister()
 
-    def restore_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._moved.register(kv_caches)
+    def restore_kv_caches(self) -> None:
+        self._moved.restore()
 
     @classmethod
-    def supports_sleep_mode(cls, vllm_config: VllmConfig) -> bool:  # noqa: ARG003 - vLLM's signature
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature
         return True
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

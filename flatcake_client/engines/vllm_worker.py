@@ -93,7 +93,8 @@ class WorkerSide:
 
     def __init__(self, client: Client, space: Space, shape: Geometry, settings: Settings) -> None:
         self._client, self._space, self._shape, self._settings = client, space, shape, settings
-        self._kv: PagedKv | None = None
+        self._registered: PagedKv | None = None
+        self._kv: PagedKv | None = None  # None: not there, or asleep
         self._device = torch.device("cpu")
         self._layer_of = {name: layer for layer, name in enumerate(shape.names)}
         self._restores: Restores[str] = Restores()
@@ -121,7 +122,8 @@ class WorkerSide:
             raise ValueError(f"vLLM registers no KV for {missing}: FlatCake does not store this model")
         tensors = [caches[name] for name in self._shape.names]
         self._device = tensors[0].device
-        self._kv = PagedKv(self._space, [by_block(tensor, self._shape) for tensor in tensors])
+        self._registered = PagedKv(self._space, [by_block(tensor, self._shape) for tensor in tensors])
+        self._kv = self._registered
 
     def unregister(self) -> None:
         """VLLM is about to take its KV away (sleep): nothing touches it when this returns."""
@@ -129,6 +131,10 @@ class WorkerSide:
         self._restores = Restores()
         self._give_up(set(self._open))
         self._kv = None
+
+    def restore(self) -> None:
+        """The memory is there again, at its addresses, with other bytes: vLLM has forgotten what was in it."""
+        self._kv = self._registered
 
     def begin(self, jobs: StepJobs) -> None:
         """Before the step is computed: stores that go along with it."""

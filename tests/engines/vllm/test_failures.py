@@ -202,11 +202,10 @@ def test_too_many_stores_are_dropped(engine, expected, monkeypatch):
 
 
 def test_asleep_nothing_touches_the_kv(engine, expected, stored):
-    caches = {name: pages for name, pages in zip(engine.worker._shape.names, engine.worker._kv.pages, strict=True)}
     engine.worker.unregister()
     engine.worker.unregister()
     assert engine.ask(stored) == [expected(stored)], "loads fail, and are computed"
-    engine.worker.register(caches)
+    engine.worker.restore()
     engine.forget()
     engine.counts()
     assert engine.ask(stored) == [expected(stored)]
