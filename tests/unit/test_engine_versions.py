@@ -29,7 +29,7 @@ def test_the_table_says_what_is_installed(engine: str) -> None:
     assert all(version in said for version in tested), f"{engine} is tested with {tested}, the table says: {said}"
 
 
-@pytest.mark.parametrize("engine", ["sglang", "lmcache"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "lmcache"])
 def test_an_engine_has_its_page(engine: str) -> None:
     page = ROOT / "docs/engines" / f"{engine}.md"
     assert f"[{page.name}]({page.name})" in ROWS[engine][3]

@@ -1,0 +1,114 @@
+"""The connector, with vLLM's own requests, hashes and base classes, in the suite of all connectors; and what it declines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conformance.connectors import Shape, check_connector
+from engines.vllm.harness import VllmHarness, cache_configuration, configuration
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+
+from flatcake_client.engines.vllm import FlatCakeConnector
+from flatcake_client.engines.vllm_jobs import COUNTERS, FlatCakePromMetrics, FlatCakeStats
+from flatcake_client.engines.vllm_settings import Settings, geometry, shard_of
+from flatcake_client.engines.vllm_worker import by_block
+
+
+@pytest.mark.timeout(300)
+def test_vllm(tmp_path):
+    check_connector(VllmHarness, tmp_path)
+
+
+def window(tokens: int = 16) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=tokens, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64)
+
+
+def test_what_is_not_stored_is_declined_with_what_to_do():
+    shape = Shape()
+    config = configuration("unix:///nowhere", shape)
+    with pytest.raises(ValueError, match="disable-hybrid-kv-cache-manager"):
+        geometry(config, cache_configuration(shape, window()))
+    mamba = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+    with pytest.raises(ValueError, match="run it without kv_connector"):
+        geometry(config, cache_configuration(shape, mamba))
+    hybrid = cache_configuration(shape)
+    hybrid.kv_cache_groups.append(KVCacheGroupSpec(["w"], window()))
+    with pytest.raises(ValueError, match=r"2 groups \(FullAttentionSpec, SlidingWindowSpec\)"):
+        geometry(config, hybrid)
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ValueError, match="context parallel"):
+        geometry(config, cache_configuration(shape))
+
+
+def test_ranks_are_shards():
+    shape = Shape(layers=4)
+    config = configuration("unix:///nowhere", shape)
+    config.parallel_config.tensor_parallel_size = config.parallel_config.pipeline_parallel_size = 2
+    found = geometry(config, cache_configuration(Shape(layers=2)))
+    assert (found.shards, len(found.names)) == (4, 2)
+    config.parallel_config.rank = 3
+    assert shard_of(config) == 3
+    config.model_config.get_total_num_hidden_layers = lambda: 5
+    with pytest.raises(ValueError, match="5 do not divide by 2"):
+        geometry(config, cache_configuration(Shape(layers=2)))
+
+
+def test_layers_are_in_order_whatever_their_names():
+    found = geometry(configuration("unix:///nowhere", Shape()), cache_configuration(Shape(layers=12)))
+    assert [name.split(".")[2] for name in found.names] == [str(layer) for layer in range(12)]
+
+
+def test_settings():
+    assert Settings.of({"tokens_min": 64}).tokens_min == 64
+    for wrong, match in (
+        ({"tokens": 1}, "knows no tokens: it knows endpoint, weights"),
+        ({"store_at": "never"}, "expected 'finish' or 'prefill'"),
+        ({"load_timeout_s": 0}, "above 0"),
+        ({"stores_max": 0}, "1 or more"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Settings.of(wrong)
+    assert not FlatCakeConnector.requires_piecewise_for_cudagraph({})
+    assert FlatCakeConnector.requires_piecewise_for_cudagraph({"layerwise": True})
+    config = configuration("unix:///nowhere", Shape())
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    with pytest.raises(ValueError, match="recompute"):
+        FlatCakeConnector(config, None, cache_configuration(Shape()))
+
+
+@pytest.mark.parametrize(
+    "size", [(64, 2, 16, 16), (2, 64, 16, 16), (128, 2, 8, 16), (2, 128, 8, 16)],
+    ids=["blocks first", "K and V first", "two kernel blocks", "both"],
+)  # fmt: skip
+def test_every_layout_is_seen_by_block(size):
+    found = geometry(configuration("unix:///nowhere", Shape()), cache_configuration(Shape()))
+    cache = torch.arange(64 * 2 * 16 * 16, dtype=torch.int16).view(torch.bfloat16).view(size)
+    pages = by_block(cache, found)
+    assert pages.shape[0] == 64
+    assert pages.data_ptr() == cache.data_ptr(), "a view"
+    axis = size.index(max(size[:2]))
+    parts = size[axis] // 64
+    assert torch.equal(
+        pages[3].flatten().view(torch.int16), cache.movedim(axis, 0)[3 * parts : 4 * parts].flatten().view(torch.int16)
+    )
+    with pytest.raises(ValueError, match="does not store this layout"):
+        by_block(cache[..., :8], found)
+
+
+def test_counters_through_vllm():
+    registry = CollectorRegistry()
+    types = {
+        kind: (lambda kind: lambda **named: kind(registry=registry, **named))(kind)
+        for kind in (Gauge, Counter, Histogram)
+    }
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = FlatCakePromMetrics(config, types, ["engine"], {0: ["0"]})
+    stats = FlatCakeStats({"loads": 2}).aggregate(FlatCakeStats({"loads": 1, "stores": 4}))
+    assert (stats.reduce(), stats.is_empty(), FlatCakeStats().is_empty()) == ({"loads": 3, "stores": 4}, False, True)
+    metrics.observe(stats.to_dict())
+    assert registry.get_sample_value("vllm:flatcake_loads_total", {"engine": "0"}) == 3
+    assert registry.get_sample_value("vllm:flatcake_lookups_total", {"engine": "0"}) == 0
+    assert set(stats.data) <= set(COUNTERS)
