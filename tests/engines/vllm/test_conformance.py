@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -100,10 +101,7 @@ def test_every_layout_is_seen_by_block(size):
 
 def test_counters_through_vllm():
     registry = CollectorRegistry()
-    types = {
-        kind: (lambda kind: lambda **named: kind(registry=registry, **named))(kind)
-        for kind in (Gauge, Counter, Histogram)
-    }
+    types = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
     metrics = FlatCakePromMetrics(config, types, ["engine"], {0: ["0"]})
     stats = FlatCakeStats({"loads": 2}).aggregate(FlatCakeStats({"loads": 1, "stores": 4}))
