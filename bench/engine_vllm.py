@@ -92,16 +92,19 @@ def _worker() -> Any:
 def _timed_calls(connector: Any) -> list[float]:
     """Microseconds of every call from now on that asks for a request's prefix, or whether the answer is there."""
     calls: list[float] = []
-    for name in ("on_new_request", "get_num_new_matched_tokens"):
 
-        def timed(*rest: Any, asked: Any = getattr(connector, name)) -> Any:
+    def timing(asked: Any) -> Any:
+        def timed(*rest: Any) -> Any:
             start = time.perf_counter()
             try:
                 return asked(*rest)
             finally:
                 calls.append((time.perf_counter() - start) * 1e6)
 
-        setattr(connector, name, timed)
+        return timed
+
+    for name in ("on_new_request", "get_num_new_matched_tokens"):
+        setattr(connector, name, timing(getattr(connector, name)))
     return calls
 
 
