@@ -271,11 +271,11 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
         """Whatever fails is a miss, a count and, when it begins, a log line."""
         try:
             answer = work()
-        except Overloaded as error:
-            self._count(stores_refused=1)
-            log.info("pages were not stored: %s", error)
-            return otherwise
         except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, SGLang computes the pages
+            if verb == "store" and isinstance(error, Overloaded):
+                self._count(stores_refused=1)
+                log.info("pages were not stored: %s", error)
+                return otherwise
             self._count(calls_failed=1)
             with self._lock:
                 known = verb in self._failing

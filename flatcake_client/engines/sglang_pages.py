@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from flatcake_client import Client, Hit, Restore, Unavailable
 
 VISIBLE_TIMEOUT_S: Final = 5.0  # other ranks write the same bytes at the same time; longer is a rank that failed
 VISIBLE_POLL_S: Final = 0.005
+UNSEEN_MAX: Final = 1024  # ranks are a few batches apart
 
 Slots = NDArray[np.int64]
 
@@ -67,9 +69,9 @@ class PageStore:
             weights=weights,
             layout=layout,
         )
-        self._timeout_s = client.timeout_s
         self._lock = threading.Lock()
-        self._unseen: set[bytes] = set()  # last keys of commits that the other ranks have not made visible yet
+        # Last keys of commits that the other ranks have not made visible yet; the oldest are forgotten.
+        self._unseen: OrderedDict[bytes, None] = OrderedDict()
 
     def find(self, prefix: Sequence[str], keys: Sequence[str], *, pin: bool) -> tuple[Hit, int]:
         """The hit that has most of these pages, and which of its blocks the first of them is. The caller releases it.
@@ -131,7 +133,9 @@ class PageStore:
             visible = turn.commit()
         if not visible:
             with self._lock:
-                self._unseen.add(block_keys[-1].tobytes())
+                self._unseen[block_keys[-1].tobytes()] = None
+                while len(self._unseen) > UNSEEN_MAX:
+                    self._unseen.popitem(last=False)
 
     def _continues(self, prefix_keys: NDArray[np.uint8]) -> bool:
         """Whether all of a prefix is stored and visible. Raises: Unavailable."""
@@ -144,10 +148,10 @@ class PageStore:
             with self._lock:
                 mine = last in self._unseen
                 if not mine or hit.blocks == len(prefix_keys):
-                    self._unseen.discard(last)
+                    self._unseen.pop(last, None)
                     return hit.blocks == len(prefix_keys)
                 if time.monotonic() >= deadline_s:
-                    self._unseen.discard(last)
+                    self._unseen.pop(last, None)
                     raise Unavailable("the other ranks did not store the pages before this batch")
             time.sleep(VISIBLE_POLL_S)
 

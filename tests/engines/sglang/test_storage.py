@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 
+import flatcake_client as fc
 from flatcake_client.engines.sglang import FlatCakeStorage
 from flatcake_client.engines.sglang_pages import host_planes, page_slots
 
@@ -270,3 +271,15 @@ def test_counts_and_metrics(engine_of):
     metrics = engine.harness.storage.get_stats()
     assert (metrics.prefetch_pgs, metrics.backup_pgs) == ([5], [5])
     assert engine.harness.storage.get_stats().prefetch_pgs == []
+
+
+def test_a_store_without_room_is_refused_and_a_lookup_without_a_lease_failed(engine_of, monkeypatch):
+    engine = engine_of()
+    tokens = engine.tokens(1, 5)
+    assert engine.store(tokens)
+    for owner, verb in ((fc.Space, "begin_turn"), (fc.Space, "lookup")):
+        monkeypatch.setattr(owner, verb, lambda *_, **__: (_ for _ in ()).throw(fc.Overloaded("full")))
+    assert not engine.store(engine.tokens(2, 5))
+    assert engine.load(tokens) == 0
+    stats = engine.harness.storage.stats()
+    assert (stats.stores_refused, stats.calls_failed) == (1, 1)
