@@ -281,7 +281,12 @@ class TransformersEngine:
                 prompt_store.drop()
                 prompt_store = None
         cache = self._prefill_cache(0, lambda _: (), prompt_store)
-        return self._forward(tokens, cache), cache, Restored(), prompt_store
+        try:
+            return self._forward(tokens, cache), cache, Restored(), prompt_store
+        except BaseException:
+            if prompt_store is not None:
+                prompt_store.drop()  # it would wait for the layers that lack, and hold its turn's room, for ever
+            raise
 
     def _prefill_after(
         self, hit: Hit, tokens: list[int], prompt_store: PromptStore | None

@@ -173,9 +173,10 @@ def test_a_store_that_hangs_holds_up_no_first_token(monkeypatch):
     assert sum(part.blocks for part in reply.stored) == 6
 
 
-def test_a_failing_model_leaves_nothing_open(on_layer):
+@pytest.mark.parametrize("stored", [True, False], ids=["a hit", "no hit"])
+def test_a_failing_model_leaves_nothing_open(on_layer, stored):
     prompt = tokens_of(100)
-    client = stored_client(prompt)
+    client = stored_client(prompt) if stored else InMemoryClient()
 
     def fail():
         raise MemoryError("out of it")
@@ -185,3 +186,4 @@ def test_a_failing_model_leaves_nothing_open(on_layer):
     with pytest.raises(MemoryError):
         engine.generate([*prompt, *tokens_of(60, seed=1)], 8)
     assert client.pinned == client.open_turns == 0
+    assert not any(thread.name == "flatcake-store" for thread in threading.enumerate())
