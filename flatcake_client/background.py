@@ -128,14 +128,15 @@ class Crew:
 
     def _next(self) -> Callable[[], object] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            yield_until_s = time.monotonic() + YIELD_S
-            while not self._closed and self._yields_to() and time.monotonic() < yield_until_s:
-                self._changed.wait(YIELD_STEP_S)
-            if not self._waiting:
-                return self._next() if not self._closed else None
-            self._running += 1
-            return self._waiting.popleft()
+            while not self._closed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                yield_until_s = time.monotonic() + YIELD_S
+                while not self._closed and self._yields_to() and time.monotonic() < yield_until_s:
+                    self._changed.wait(YIELD_STEP_S)
+                if self._waiting:  # another thread may have come first meanwhile
+                    self._running += 1
+                    return self._waiting.popleft()
+            return None
 
 
 @dataclass(frozen=True, slots=True)
