@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flatcake_client.replay.workload import Numbers
 
@@ -32,6 +33,9 @@ class Seen:
         """How many of a chain's first blocks were seen."""
         missing = ~self._seen[numbers]
         return int(missing.argmax()) if missing.any() else len(numbers)
+
+    def of(self, numbers: Numbers) -> NDArray[np.bool_]:
+        return self._seen[numbers]
 
     def add(self, numbers: Numbers) -> None:
         self._seen[numbers] = True
@@ -73,7 +77,8 @@ def oracle_blocks(chains: Sequence[Numbers], sessions: Sequence[str], blocks: in
     for r, numbers in enumerate(chains):
         hit = there.prefix(numbers)
         hits.append(hit)
-        missing = numbers[hit:]
+        # A hole of a session dropped before may have later blocks behind it that are still there: they are not stored twice.
+        missing = numbers[hit:][~there.of(numbers[hit:])]
         over = total + len(missing) - capacity_blocks
         for _, mine in _last_used_first(uses, [s for s in size if s not in touched[r]], r) if over > 0 else []:
             for part in held.pop(mine):
@@ -83,8 +88,6 @@ def oracle_blocks(chains: Sequence[Numbers], sessions: Sequence[str], blocks: in
             if over <= 0:
                 break
         kept = missing[: max(0, capacity_blocks - total)]
-        # A hole of a session dropped before may have later blocks behind it that are still there: they are not stored twice.
-        kept = kept[~there._seen[kept]]  # noqa: SLF001 - one idea
         there.add(kept)
         for mine in np.unique(owner[kept]).tolist():
             part = kept[owner[kept] == mine]

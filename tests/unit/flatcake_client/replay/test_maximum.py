@@ -47,3 +47,9 @@ def test_a_shared_head_stays_while_others_use_it():
     workload = workload_of(talk("x", 1, 10, shared=range(3)), talk("y", 1, 20, at_s=1, shared=range(3)))
     numbers = [planned.numbers for planned in workload.requests]
     assert oracle_blocks(numbers, ["x", "y"], workload.different_blocks, 100) == [0, 3]
+
+
+def test_what_is_still_there_behind_a_hole_needs_no_room_again():
+    # d's coming drops a, the head of b's chain. When b comes back only that head is missing: d makes room, c stays.
+    asked = chains([0, 1], [0, 1, 2, 3], [4, 5], [6, 7], [4, 5], [0, 1, 2, 3], [4, 5])
+    assert oracle_blocks(asked, list("abcdcbc"), 8, 6) == [0, 2, 0, 0, 2, 0, 2]
