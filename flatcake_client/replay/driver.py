@@ -1,7 +1,7 @@
 """One run: requests arrive in real time, their blocks are brought, prefill takes the time it would, and what is new is stored.
 
     clock      each request at its time / load, but never before the previous turn of its session is done: an agent reads the
-               reply before it asks again
+               reply before it asks again. It counts from then on, also while all threads that ask are busy
     asking     lookup (a few threads), then the queues: ready at once, or prefetch first (scheduler.py)
     prefetch   threads of the scheduler: slots of the engine's pages, then `System.restore` into them
     prefill    one request at a time a worker: what memory holds is restored now, delivered bytes are checked, the new blocks' bytes
@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -147,7 +148,7 @@ class Run:
         self._stop.set()
 
     def warm_up(self) -> None:
-        """Before `run`: as many sessions as there will be restores at once, stored and restored, at the same time."""
+        """Before `run`: as many sessions as there will be restores at once, or areas, stored and restored, at the same time."""
         areas = list(self._areas.queue)[: self._prefetches]
         blocks = min(WARM_BLOCKS, self._workload.blocks_max)
         first = self._workload.different_blocks  # numbers that no request has
@@ -186,7 +187,7 @@ class Run:
         for thread in (*workers, *storing):
             thread.start()
         try:
-            self._pace(lambda planned: asking.submit(self._guarded, self._ask, planned, scheduler))
+            self._pace(lambda planned, due_s: asking.submit(self._guarded, self._ask, planned, due_s, scheduler))
         finally:
             asking.shutdown()
             scheduler.close()  # wakes workers that wait for a request
@@ -220,7 +221,7 @@ class Run:
                 heapq.heappush(self._due, (planned.arrival_s / self._load, number))
             last[session] = number
 
-    def _pace(self, arrive: Callable[[Planned], object]) -> None:
+    def _pace(self, arrive: Callable[[Planned, float], object]) -> None:
         """Returns when all requests are done, or the run was stopped."""
         while not self._stop.is_set():
             with self._changed:
@@ -230,8 +231,8 @@ class Run:
                 if wait_s > 0:
                     self._changed.wait(min(wait_s, LOOK_S))
                     continue
-                number = heapq.heappop(self._due)[1]
-            arrive(self._workload.requests[number])
+                due_s, number = heapq.heappop(self._due)
+            arrive(self._workload.requests[number], due_s)
 
     def _finished(self, number: int) -> None:
         """A request is done: the next turn of its session may come."""
@@ -250,9 +251,10 @@ class Run:
 
     # -- a request -------------------------------------------------------------------------------------------------------
 
-    def _ask(self, planned: Planned, scheduler: Scheduler[int]) -> None:
+    def _ask(self, planned: Planned, due_s: float, scheduler: Scheduler[int]) -> None:
         asked, record = planned.asked, self.records[planned.asked.number]
-        record.arrived_s = self._now_s()
+        record.arrived_s = due_s  # not now: a store that is slow to answer would hide the wait of those behind it
+        began_s = self._now_s()
         with self._lock:
             # In the order in which they really came: a session that is behind its plan comes after others.
             record.ideal_blocks = self._arrived.prefix(planned.numbers)
@@ -263,13 +265,14 @@ class Run:
         except Exception as error:  # noqa: BLE001 - a foreign system's edge: whatever it raises is a miss
             found = Found(0)
             record.error = f"lookup: {error!r}"
-        record.lookup_s = self._now_s() - record.arrived_s
+        record.lookup_s = self._now_s() - began_s
         record.found_blocks = found.blocks
         record.found_ssd_bytes = found.ssd_bytes if found.blocks else 0
         record.found_memory_bytes = found.bytes_by_medium.get("memory", 0) if found.blocks else 0
         self._found[asked.number] = found
         weight = sum(found.bytes_by_medium.values()) if self._engine.all_prefetched else found.ssd_bytes
-        scheduler.submit(asked.number, weight if found.blocks else 0, lambda: self._prefetch(asked, found))
+        prefetch = partial(self._guarded, self._prefetch, asked, found)
+        scheduler.submit(asked.number, weight if found.blocks else 0, prefetch)
 
     def _prefetch(self, asked: Asked, found: Found) -> None:
         slots = self._slots.take(found.blocks, self._stop.is_set)

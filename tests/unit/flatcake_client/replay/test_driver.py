@@ -6,9 +6,10 @@ import threading
 import numpy as np
 import pytest
 from replays import ENGINE, PLANE_BYTES, PLANES, DictSystem, pages_for, run_of, talk, workload_of
+from waiting import pause, until
 
 from flatcake_client.replay.contents import Contents
-from flatcake_client.replay.driver import Engine, Run, SlotPool, pages_slots
+from flatcake_client.replay.driver import ASKING_THREADS, Engine, Run, SlotPool, pages_slots
 from flatcake_client.replay.metrics import summarise
 from flatcake_client.replay.queues import OneQueue
 from flatcake_client.scheduler import TwoQueues
@@ -119,7 +120,7 @@ def test_what_a_system_raises_is_a_miss_and_an_error(workload, verb):
     assert verb in next(record.error for record in run.records if record.error)
 
 
-@pytest.mark.parametrize("part", ["wrong_blocks", "fill"])
+@pytest.mark.parametrize("part", ["wrong_blocks", "fill", "wipe"])
 def test_a_fault_of_the_replay_ends_it_and_is_raised(workload, monkeypatch, part):
     def breaks(*_):
         raise ZeroDivisionError("ours")
@@ -127,6 +128,26 @@ def test_a_fault_of_the_replay_ends_it_and_is_raised(workload, monkeypatch, part
     monkeypatch.setattr(Contents, part, breaks)
     with pytest.raises(ZeroDivisionError, match="ours"):
         run_of(workload, DictSystem()).run()
+
+
+def test_a_request_counts_from_when_it_comes_not_from_when_somebody_asks_for_it():
+    class Busy(DictSystem):
+        def lookup(self, asked):
+            assert free.wait(20)
+            return super().lookup(asked)
+
+    free = threading.Event()
+    workload = workload_of(*(talk(f"s{n}", 1, 100 * n) for n in range(ASKING_THREADS + 1)))  # all at once
+    run, ended = run_of(workload, Busy()), []
+    thread = threading.Thread(target=lambda: ended.append(run.run()))
+    thread.start()
+    until(lambda: sum(record.arrived_s >= 0 for record in run.records) == ASKING_THREADS)
+    pause(0.05)
+    free.set()
+    thread.join(20)
+    assert ended == [True]
+    assert [record.arrived_s for record in run.records] == [0.0] * (ASKING_THREADS + 1)
+    assert all(record.ttft_s > 0.05 for record in run.records)
 
 
 def test_a_short_restore_delivers_its_prefix(workload):
