@@ -20,7 +20,7 @@ from flatcake_client.handover import Descriptors
 from flatcake_client.keys import KeyArray
 from flatcake_client.lease import Lease
 from flatcake_client.records import Found, Run
-from flatcake_client.remote_path import RemoteArena
+from flatcake_client.remote_path import LeasedFiles, RemoteArena, RemoteFiles
 from flatcake_client.restore import RemoteSource, Restore
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.handoff import Verb
@@ -173,10 +173,7 @@ class Hit:
             self._lock.release()
 
     def report_corrupt(self, segments: Sequence[int]) -> None:
-        connection = self._reachable()
-        self._client.counts.add("corrupt_segments", len(segments))
-        with contextlib.suppress(FlatCakeError):
-            connection.rpc.report_corrupt(connection.welcome, segments, REPORT_TIMEOUT_S)
+        _report(self._client, self._reachable(), segments)
 
     def _reachable(self) -> Connection:
         if self._connection is None:
@@ -191,25 +188,27 @@ class Hit:
 
 
 def _sources(client: Client, found: Found, connection: Connection, asked_s: float) -> list[RemoteSource]:
-    """The other nodes whose memory the hit lies in. Without a way back to the hit: it ends when nobody has it any more."""
-    return [
-        RemoteArena(
-            node.node_id,
-            node.arena,
-            Lease(
-                node.lease_id,
-                node.lease_ttl_s,
-                asked_s,
-                partial(_renew_remote, connection, found.lease_id),
-                connection.lost,
-            ),
-            client.tools.remote(client.timeout_s),
-            verify=node.verify,
-            report=lambda segments: client.counts.add("corrupt_segments", len(segments)),
-        )
-        for node in found.nodes
-        if node.arena is not None
-    ]
+    """Where the hit lies at other nodes. Without a way back to the hit: it ends when nobody has it any more."""
+    sources: list[RemoteSource] = []
+    report = partial(_report, client, connection)
+    for node in found.nodes:
+        renew = partial(_renew_remote, connection, found.lease_id)
+        lease = Lease(node.lease_id, node.lease_ttl_s, asked_s, renew, connection.lost)
+        file_ids = {run.file_id for run in found.runs if run.segment.node == node.node_id and run.file_id}
+        if node.arena is not None:
+            tools = client.tools.remote(client.timeout_s)
+            sources.append(RemoteArena(node.node_id, node.arena, lease, tools, verify=node.verify, report=report))
+        if node.files and file_ids:
+            server = LeasedFiles(connection, found.lease_id, node.node_id, lease)
+            tools = client.tools.served(client.timeout_s, client.transfer_timeout_s)
+            sources.append(RemoteFiles(node.node_id, file_ids, server, lease, tools, verify=node.verify, report=report))
+    return sources
+
+
+def _report(client: Client, connection: Connection, segments: Sequence[int]) -> None:
+    client.counts.add("corrupt_segments", len(segments))
+    with contextlib.suppress(FlatCakeError):
+        connection.rpc.report_corrupt(connection.welcome, segments, REPORT_TIMEOUT_S)
 
 
 def _renew(connection: Connection | None, lease_id: int, timeout_s: float) -> bool:

@@ -46,7 +46,7 @@ class Run(NamedTuple):
 class RemoteNode:
     """Another node that runs of a lookup lie at. Its lease is the owner's and hangs on the lookup's; 0: nothing is pinned.
 
-    `arena` None: its memory cannot be read from here. `verify`: compare what is read with the checksums in the footers.
+    `arena` None: its memory cannot be read from here. `files`: it reads ranges of its session files for us. `verify`: compare what is read with the checksums in the footers.
     """
 
     node_id: int
@@ -54,6 +54,7 @@ class RemoteNode:
     lease_ttl_s: float
     arena: RemoteMemory | None
     verify: bool
+    files: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""Another node's memory in a restore: read as a file is, where the file is that node's arena.
+"""Another node in a restore: its memory is read as a file is, where the file is that node's arena; its files by its own hand.
 
     arena there --one-sided get--> window half --check--> slots        one half is scattered while the other fills
+    files there --staged there, one-sided get--> window half ...
 
 So everything that `file_path.py` keeps to holds here: long reads in layer order, nothing in the engine's memory but by our own
 copy from a window, a half trusted only when the lease was alive after its gets had landed, checksums compared where the
@@ -9,13 +10,20 @@ node says so. A window goes back to its pool only when no get touches it any mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final
 
+from flatcake_client.connection import Connection
 from flatcake_client.lease import Lease
 from flatcake_client.restore import ReadTools
 from flatcake_transport.address import Medium
+from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.remote import RemoteMemory
+from flatcake_transport.served import FileRange, ServedFile, StagedRanges
 from flatcake_transport.window import Readable
+
+UNSTAGE_TIMEOUT_S: Final = 1.0
 
 
 class RemoteArena:
@@ -56,3 +64,68 @@ class RemoteArena:
 
     def report_corrupt(self, segments: Sequence[int]) -> None:
         self._report(segments)
+
+
+class RemoteFiles:
+    """One node's session files, for one hit: a `restore.RemoteSource`.
+
+    Args:
+        file_ids: of the hit's runs there.
+        server: reads them for us.
+        lease, verify, report: as for `RemoteArena`.
+        tools: of `Tools.served`.
+    """
+
+    medium = Medium.SSD
+
+    def __init__(
+        self,
+        node_id: int,
+        file_ids: Collection[int],
+        server: LeasedFiles,
+        lease: Lease,
+        tools: ReadTools,
+        *,
+        verify: bool,
+        report: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.node_id = node_id
+        self.lease = lease
+        self.tools = tools
+        self.verify = verify
+        self._files = {file_id: ServedFile(server, file_id) for file_id in file_ids}
+        self._report = report
+
+    def files(self, timeout_s: float) -> Mapping[int, Readable]:
+        """Nothing to wait for: each read asks for itself."""
+        del timeout_s
+        return self._files
+
+    def report_corrupt(self, segments: Sequence[int]) -> None:
+        self._report(segments)
+
+
+class LeasedFiles:
+    """A `served.RangeServer`: the files of a lease at another node, asked for through our daemon. Thread-safe."""
+
+    def __init__(self, connection: Connection, local_lease_id: int, node_id: int, lease: Lease) -> None:
+        self._connection = connection
+        self._local_lease_id = local_lease_id
+        self._node_id = node_id
+        self._lease = lease
+
+    def stage(self, ranges: Sequence[FileRange], timeout_s: float) -> StagedRanges:
+        self._lease.check()
+        connection = self._connection
+        try:
+            return connection.rpc.stage(connection.welcome, self._local_lease_id, self._node_id, ranges, timeout_s)
+        except ValueError as error:
+            raise Unavailable(f"node {self._node_id} does not serve what it named: {error}") from error
+
+    def unstage(self, staged_ids: Sequence[int]) -> None:
+        connection = self._connection
+        if self._lease.alive():  # else they have ended with it
+            with contextlib.suppress(FlatCakeError, ValueError):
+                connection.rpc.unstage(
+                    connection.welcome, self._local_lease_id, self._node_id, staged_ids, UNSTAGE_TIMEOUT_S
+                )

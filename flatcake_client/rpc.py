@@ -29,6 +29,7 @@ from flatcake_transport.address import Address, Medium
 from flatcake_transport.endpoint import grpc_target
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
 from flatcake_transport.remote import unseal_memory
+from flatcake_transport.served import FileRange, StagedRanges
 from flatcake_transport.space import SpaceSpec
 
 log = logging.getLogger(__name__)
@@ -148,9 +149,10 @@ class Rpc:
         runs = tuple([_run(run) for run in reply.runs])
         nodes = tuple([_node(node) for node in reply.nodes])
         if nodes:  # what this client cannot read is no part of its hit
-            memories = {node.node_id for node in nodes if node.arena is not None}
+            media = {(node.node_id, Medium.MEMORY) for node in nodes if node.arena is not None}
+            media |= {(node.node_id, Medium.SSD) for node in nodes if node.files}
             near = welcome.node_id
-            runs = tuple(itertools.takewhile(lambda run: run.segment.node == near or _readable(run, memories), runs))
+            runs = tuple(itertools.takewhile(lambda run: run.segment.node == near or _readable(run, media), runs))
         return Found(runs, reply.lease_id, nodes)
 
     def renew(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> tuple[list[int], list[int]]:
@@ -225,6 +227,35 @@ class Rpc:
         )
         self._call(self._stub.ReportCorrupt, request, timeout_s)
 
+    def stage(
+        self, welcome: Welcome, lease_id: int, node_id: int, ranges: Sequence[FileRange], timeout_s: float
+    ) -> StagedRanges:
+        """Have another node read ranges of files of the lease into memory that we then get."""
+        request = store_pb2.StageRequest(
+            client_id=welcome.client_id,
+            incarnation=welcome.incarnation,
+            lease_id=lease_id,
+            node_id=node_id,
+            ranges=[
+                store_pb2.FileRange(file_id=each.file_id, offset=each.offset, size_bytes=each.size_bytes)
+                for each in ranges
+            ],
+        )
+        reply = self._call(self._stub.Stage, request, timeout_s)
+        return StagedRanges(unseal_memory(reply.memory), reply.offset, reply.staged_id, reply.ttl_ms / 1000)
+
+    def unstage(
+        self, welcome: Welcome, lease_id: int, node_id: int, staged_ids: Sequence[int], timeout_s: float
+    ) -> None:
+        request = store_pb2.UnstageRequest(
+            client_id=welcome.client_id,
+            incarnation=welcome.incarnation,
+            lease_id=lease_id,
+            node_id=node_id,
+            staged_ids=staged_ids,
+        )
+        self._call(self._stub.Unstage, request, timeout_s)
+
     def _check_incarnation(self, welcome: Welcome, incarnation: bytes) -> None:
         if incarnation != welcome.incarnation:
             raise Stale("another daemon answered than the one that was greeted")
@@ -279,12 +310,12 @@ def _node(node: store_pb2.RemoteNode) -> RemoteNode:
     except ValueError as error:  # another version of the words: a miss, and not an end of the engine
         log.warning("the memory of node %d cannot be read: %s", node.node_id, error)
         arena = None
-    return RemoteNode(node.node_id, node.lease_id, node.lease_ttl_ms / 1000, arena, node.verify)
+    return RemoteNode(node.node_id, node.lease_id, node.lease_ttl_ms / 1000, arena, node.verify, node.fabric.files)
 
 
-def _readable(run: Run, memories: Collection[int]) -> bool:
-    """Whether the run of another node is in memory that can be read."""
-    return run.segment.node in memories and run.segment.medium is Medium.MEMORY
+def _readable(run: Run, media: Collection[tuple[int, Medium]]) -> bool:
+    """Whether the run of another node is on a medium that can be read there."""
+    return (run.segment.node, run.segment.medium) in media
 
 
 def _part(part: store_pb2.Part) -> Part:

@@ -8,7 +8,8 @@ For an engine on a GPU, session files are read straight into windows on its devi
 are compared: those are computed on the host. Those windows are bounded by `DEVICE_STAGING_BYTES` a device, whatever the
 number of requests; a device that has no room for the first one gets host windows, and a log line.
 
-Other nodes' memory comes through UCX into host windows of its own, registered with UCX and with the memory mover.
+Other nodes' memory and files come through UCX into host windows of their own, registered with UCX and with the memory mover. Of
+their own each: a restore of both holds a window of each, and could else wait for what only it could give back.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from flatcake_transport.mover import Mover, MoverStats, Region
 from flatcake_transport.movers import mover_for
 from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.movers.ucx import UcxMover
+from flatcake_transport.movers.ucx_staged import StagedMover
 from flatcake_transport.plan import GAP_BYTES_MAX, window_half_bytes_min
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import StagingPool, StagingStats, aligned_buffer, device_buffer
@@ -46,6 +48,9 @@ WRITE_HALF_BYTES: Final = 8 << 20
 WRITE_SHARE: Final = 4  # one part in four of the staging
 DEVICE_STAGING_BYTES: Final = 256 << 20  # four windows: the engine's KV wants the rest of the device
 REMOTE_STAGING_BYTES: Final = 256 << 20  # four windows: a link of 25 GB/s fills one half in 1.3 ms
+
+# A staging waits for a slot, a disk and two round trips: one that is told "not now" asks again, one that hears nothing fails.
+STAGE_TIMEOUT_S_MIN: Final = 3.0
 
 
 class Tools:
@@ -67,6 +72,7 @@ class Tools:
         self._files: Mover | None = None
         self._direct: dict[str, tuple[Mover, StagingPool] | None] = {}  # by device; None: not there
         self._remote: tuple[UcxMover, StagingPool] | None = None
+        self._served: tuple[StagedMover, StagingPool] | None = None
         self._reading = self._pool(max(window_half_bytes, ALIGN_BYTES), staging_bytes - staging_bytes // WRITE_SHARE)
         self._writing = self._pool(min(window_half_bytes, WRITE_HALF_BYTES), staging_bytes // WRITE_SHARE)
 
@@ -99,15 +105,32 @@ class Tools:
         Raises: Unavailable: there is no UCX here, or it does not start.
         """
         with self._lock:
-            half_bytes = self._reading.half_bytes
             mover = self._remote[0] if self._remote else UcxMover(peer_timeout_s=peer_timeout_s)
-            if self._remote is None or self._remote[1].half_bytes < half_bytes:
-                staging_bytes = max(REMOTE_STAGING_BYTES, 2 * half_bytes)
-                pool = StagingPool(staging_bytes, half_bytes, allocate=partial(self._remote_buffer, mover))
-                self._remote = (mover, pool)
+            if self._remote is None or self._remote[1].half_bytes < self._reading.half_bytes:
+                self._remote = (mover, self._remote_pool(mover))
             return self._read_tools(mover, self._remote[1])
 
-    def _remote_buffer(self, mover: UcxMover, size_bytes: int) -> Any:
+    def served(self, peer_timeout_s: float, patience_s: float) -> ReadTools:
+        """What brings files that other nodes read for us. Times count when it is first asked for.
+
+        Raises: Unavailable: there is no UCX here, or it does not start.
+        """
+        with self._lock:
+            if self._served is None:
+                gets = self.remote(peer_timeout_s).files
+                stage_timeout_s = max(peer_timeout_s, STAGE_TIMEOUT_S_MIN)
+                mover = StagedMover(gets, stage_timeout_s=stage_timeout_s, patience_s=patience_s)
+                self._served = (mover, self._remote_pool(mover))
+            elif self._served[1].half_bytes < self._reading.half_bytes:
+                self._served = (self._served[0], self._remote_pool(self._served[0]))
+            return self._read_tools(*self._served)
+
+    def _remote_pool(self, mover: Mover) -> StagingPool:
+        half_bytes = self._reading.half_bytes
+        staging_bytes = max(REMOTE_STAGING_BYTES, 2 * half_bytes)
+        return StagingPool(staging_bytes, half_bytes, allocate=partial(self._remote_buffer, mover))
+
+    def _remote_buffer(self, mover: Mover, size_bytes: int) -> Any:
         buffer = self._buffer(size_bytes)
         with contextlib.suppress(Unavailable):  # not enough lockable memory: gets land in it all the same, slower
             mover.register(Region(buffer.ctypes.data, size_bytes, keep=weakref.ref(_owner(buffer))))
@@ -157,6 +180,8 @@ class Tools:
             pools = {"reads": self._reading, "writes": self._writing}
             if self._remote is not None:
                 movers["remote"], pools["remote reads"] = self._remote
+            if self._served is not None:
+                movers["served"], pools["served reads"] = self._served
             for device, direct in self._direct.items():
                 if direct is not None:
                     movers[f"files to {device}"], pools[f"reads to {device}"] = direct
@@ -170,7 +195,8 @@ class Tools:
         with self._lock:
             direct = [each[0] for each in self._direct.values() if each is not None]
             remote = self._remote[0] if self._remote is not None else None
-            for mover in (self._memory, self._files, remote, *direct):
+            served = self._served[0] if self._served is not None else None
+            for mover in (self._memory, self._files, served, remote, *direct):
                 if mover is not None:
                     mover.close()
 

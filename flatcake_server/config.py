@@ -28,6 +28,7 @@ from flatcake_server.config_checks import refuse_bad_cluster, refuse_bad_paths
 from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
 from flatcake_transport.endpoint import socket_candidates
 from flatcake_transport.layout import ALIGN_BYTES, GRANULE_BYTES_MIN
+from flatcake_transport.served import STAGED_BYTES_MAX
 from flatcake_transport.units import approximate_size, format_size, parse_duration, parse_listen, parse_size
 
 ENVIRONMENT_PREFIX: Final = "FLATCAKE_"
@@ -263,6 +264,13 @@ class NodeConfig(BaseModel):
         description="host:port (or device:port) at which peers read this node's memory over UCX, e.g. 10.0.0.7:7452; port 0 takes "
         'any. The seven ports behind it may be used too. "off": peers find what is here and cannot read it. Over TCP UCX asks '
         "for no proof: only trusted nodes may reach these ports (docs/security.md).",
+    )
+    ucx_bounce_bytes: Size = Field(
+        64 << 20,
+        ge=STAGED_BYTES_MAX,
+        le=OFFSET_LIMIT,
+        description="Memory into which ranges of session files are read for peers, 4 MiB at a time, where they cannot read over "
+        "NVMe-oF. Taken only if ucx_listen serves; more lets more peers read at once, each waits for a disk and two round trips.",
     )
     nvmeof: str = Field("off", description='Export of session files to peers over NVMe-oF, or "off". Not served yet.')
 

@@ -21,7 +21,7 @@ from flatcake_server.records import FileId, SegmentRecord
 from flatcake_server.scan import SessionFileReader
 from flatcake_server.store import Store
 from flatcake_transport.address import Medium
-from flatcake_transport.errors import FlatCakeError
+from flatcake_transport.errors import Corrupt, FlatCakeError
 from flatcake_transport.layout import align_up, segment_layout
 
 Progress = Callable[[int, int], None]
@@ -209,18 +209,41 @@ async def check_data(store: Store, arena: Arena, progress: Progress) -> list[str
     return findings
 
 
+async def differs(store: Store, arena: Arena, address: int) -> bool:
+    """Whether the bytes of a segment are other ones than its footer says. One that is gone does not differ.
+
+    Raises: Unavailable, Overloaded: it cannot be read now.
+    """
+    segment = store.catalog.segments.get(address)
+    if segment is None:
+        return False
+    session = store.catalog.sessions[segment.session_no]
+    session.holds += 1  # it stays while it is read
+    try:
+        return bool(await _found_in(store, arena, session, segment))
+    except Corrupt:
+        return True
+    finally:
+        session.holds -= 1
+        await store.retirement.settle(session)
+
+
 async def _read_segment(store: Store, arena: Arena, session: Session, segment: SegmentRecord) -> list[str]:
     try:
-        if segment.address.medium is Medium.MEMORY:
-            # The arena is a file to whoever has its descriptor: one reader serves both media.
-            path, base = Path(f"/proc/self/fd/{arena.fd}"), segment.address.offset
-            work = asyncio.get_running_loop().run_in_executor(None, _segment_findings, path, base, session, segment)
-            return await work
-        disk = store.disks[session.pool]
-        path = disk.files.path_of(segment.file_id)
-        return await disk.run(_segment_findings, path, segment.file_offset, session, segment)
+        return await _found_in(store, arena, session, segment)
     except FlatCakeError as error:
         return [str(error)]
+
+
+async def _found_in(store: Store, arena: Arena, session: Session, segment: SegmentRecord) -> list[str]:
+    if segment.address.medium is Medium.MEMORY:
+        # The arena is a file to whoever has its descriptor: one reader serves both media.
+        path, base = Path(f"/proc/self/fd/{arena.fd}"), segment.address.offset
+        work = asyncio.get_running_loop().run_in_executor(None, _segment_findings, path, base, session, segment)
+        return await work
+    disk = store.disks[session.pool]
+    path = disk.files.path_of(segment.file_id)
+    return await disk.run(_segment_findings, path, segment.file_offset, session, segment)
 
 
 def _segment_findings(path: Path, base: int, session: Session, segment: SegmentRecord) -> list[str]:

@@ -75,6 +75,7 @@ _CLUSTER: Final = (
     ("flatcake_cluster_loans", "loans", "Leases of other nodes held for clients here"),
     ("flatcake_cluster_anchors", "anchors_published", "Anchors that the directory was told"),
     ("flatcake_cluster_anchors_pending", "anchors_pending", "Anchors that it is still to be told"),
+    ("flatcake_cluster_staged", "staged", "Pieces of session files that lie ready for peers"),
 )
 _CLUSTER_COUNTERS: Final = (
     ("flatcake_anchors_published", "anchors_published_total", "Anchors told to the directory, refreshes included"),
@@ -88,10 +89,18 @@ _CLUSTER_COUNTERS: Final = (
     ("flatcake_directory_failures", "directory_failures_total", "Times the directory did not answer"),
     ("flatcake_strangers", "strangers_total", "Peers turned away without the cluster's token"),
     ("flatcake_peer_lookups", "peer_lookups_total", "Lookups that other nodes asked of this one"),
+    (
+        "flatcake_doubts_told",
+        "doubts_told_total",
+        "Segments of other nodes whose bytes differed when they were read here",
+    ),
+    ("flatcake_doubts", "doubts_total", "Segments of this node that peers said so of"),
+    ("flatcake_doubts_refuted", "doubts_refuted_total", "Of these, those that are sound here: the way damaged them"),
 )
 _CLUSTER_LABELLED: Final = (
     ("flatcake_peer_hit_blocks", "peer_hit_blocks_total", "medium", "Blocks found here for other nodes"),
     ("flatcake_directory_calls", "directory_calls_total", "verb", "Round trips to the directory"),
+    ("flatcake_files_served", "files_served", "what", "Pieces of session files (and their bytes) read for peers"),
     ("flatcake_peer_calls", "peer_calls_total", "verb", "Round trips to peers"),
 )
 

@@ -155,6 +155,16 @@ class Remote(Protocol):
 
     def released(self, lease_ids: Sequence[int]) -> None: ...
 
+    async def stage(self, client_id: int, request: store_pb2.StageRequest, time_s: float) -> store_pb2.StageReply:
+        """Have ranges of another node's files read there. This one raises: Overloaded, Unavailable."""
+        ...
+
+    def unstage(self, client_id: int, request: store_pb2.UnstageRequest) -> None: ...
+
+    def doubted(self, segments: Sequence[int]) -> None:
+        """Bytes of these segments, of other nodes, differ from their checksums."""
+        ...
+
 
 def add_runs(to: Any, runs: Sequence[SegmentRun]) -> None:
     """Runs of this store into a message's field."""
@@ -339,8 +349,27 @@ class StoreService(store_pb2_grpc.StoreServicer):
     ) -> store_pb2.ReportCorruptReply:
         async with self._edge(context, "report_corrupt"):
             self._known(request)
-            await asyncio.shield(self._store.report_corrupt([Address(segment) for segment in request.segments]))
+            segments = [Address(segment) for segment in request.segments]
+            near = self._identity.node_id
+            if self._remote is not None:
+                self._remote.doubted([segment for segment in segments if segment.node != near])
+            await asyncio.shield(self._store.report_corrupt([segment for segment in segments if segment.node == near]))
             return store_pb2.ReportCorruptReply()
+
+    async def Stage(self, request: store_pb2.StageRequest, context: Context) -> store_pb2.StageReply:  # noqa: N802
+        async with self._edge(context, "stage"):
+            client_id = self._known(request)
+            if self._remote is None:
+                raise Unavailable("this node is by itself")
+            left_s = context.time_remaining()
+            return await self._remote.stage(client_id, request, float("inf") if left_s is None else left_s)
+
+    async def Unstage(self, request: store_pb2.UnstageRequest, context: Context) -> store_pb2.UnstageReply:  # noqa: N802
+        async with self._edge(context, "unstage"):
+            client_id = self._known(request)
+            if self._remote is not None:
+                self._remote.unstage(client_id, request)
+            return store_pb2.UnstageReply()
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):

@@ -100,6 +100,13 @@ class ClusterStats:
     directory_calls_total: dict[str, int]  # round trips by verb
     peer_calls_total: dict[str, int]  # round trips by verb
     members: tuple[NodeRow, ...]  # this node first
+    files_served: dict[str, int] = field(
+        default_factory=dict
+    )  # stagings of file ranges for peers, by what became of them
+    staged: int = 0  # stagings that peers have now
+    doubts_told_total: int = 0  # segments of others whose bytes differed when they were read here
+    doubts_total: int = 0  # segments of ours that peers said so of, and that were looked at
+    doubts_refuted_total: int = 0  # of these, nothing was wrong with them here
 
 
 @dataclass(frozen=True, slots=True)

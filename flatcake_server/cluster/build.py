@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 
 from flatcake_server.arena import Arena
 from flatcake_server.cluster.cluster import Cluster, ClusterOptions
@@ -10,8 +11,10 @@ from flatcake_server.cluster.credentials import Secrets, load_secrets
 from flatcake_server.cluster.fabric import Fabric
 from flatcake_server.cluster.members import Member
 from flatcake_server.config import NodeConfig
+from flatcake_server.law import differs
 from flatcake_server.rpc import Identity, Timings
 from flatcake_server.store import Store
+from flatcake_transport.served import STAGED_BYTES_MAX
 from flatcake_transport.units import Listen, parse_listen
 
 _EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104
@@ -49,8 +52,9 @@ def build_cluster(
         message_bytes_max=config.message_bytes_max,
         verify=config.verify != "off",
     )
-    fabric = Fabric(parse_listen(config.ucx_listen), arena, config.peer_timeout)
-    return Cluster(store, me, options, secrets, fabric, timings)
+    bounce_bytes = config.ucx_bounce_bytes // STAGED_BYTES_MAX * STAGED_BYTES_MAX if config.ssd_paths else 0
+    fabric = Fabric(parse_listen(config.ucx_listen), arena, config.peer_timeout, bounce_bytes)
+    return Cluster(store, me, options, secrets, fabric, partial(differs, store, arena), timings)
 
 
 def advertised(config: NodeConfig, port: int) -> str:

@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -25,12 +25,14 @@ from flatcake_server.cluster.anchors import anchors_within
 from flatcake_server.cluster.borrowed import Loans
 from flatcake_server.cluster.credentials import Secrets
 from flatcake_server.cluster.directory import Directory
+from flatcake_server.cluster.doubts import Doubts
 from flatcake_server.cluster.fabric import Fabric
 from flatcake_server.cluster.members import Member, Membership, State, Verdict
 from flatcake_server.cluster.peer_service import PeerService
 from flatcake_server.cluster.peers import Peers
 from flatcake_server.cluster.publisher import Publisher
 from flatcake_server.cluster.remote import RemoteLookup
+from flatcake_server.cluster.serving import COUNTS, FileServer
 from flatcake_server.cluster.static_directory import StaticDirectory
 from flatcake_server.records import SegmentRecord
 from flatcake_server.rpc import Timings
@@ -73,8 +75,9 @@ class Cluster:
 
     def __init__(
         self, store: Store, me: Member, options: ClusterOptions, secrets: Secrets, fabric: Fabric,
-        timings: Timings,
+        differs: Callable[[int], Awaitable[bool]], timings: Timings,
     ) -> None:  # fmt: skip
+        """`differs`: whether the bytes of a segment here are other ones than its footer says."""
         self._store = store
         self._fabric = fabric
         self._options = options
@@ -92,9 +95,11 @@ class Cluster:
         if options.directory == "redis":
             self.publisher = Publisher(options.anchor_ttl_s, options.publish_rate_max)
             store.catalog.watch = self._changed
+        self._doubts = Doubts(store, differs, self.counts)
         self.service = PeerService(
-            store, me, options.name, secrets, fabric.words, options.lease_ttl_s, timings, refused=self._refusal
-        )
+            store, me, options.name, secrets, fabric.words, options.lease_ttl_s, timings, refused=self._refusal,
+            doubted=self._doubts.add,
+        )  # fmt: skip
         self.remote = RemoteLookup(
             store, self.membership, self.directory, self.peers, self._loans, self.counts, options.peer_timeout_s,
             options.verify, self._now_s, self._spawn,
@@ -123,6 +128,8 @@ class Cluster:
         Raises: Unavailable: a living node has the number.
         """
         await self._fabric.start()
+        if self._fabric.bounce is not None:
+            self.service.files = FileServer(self._store, self._fabric.bounce, self._fabric.bounced)
         self.membership.me = replace(self.membership.me, address=address)
         for _ in range(JOIN_TRIES):
             await self._beat()
@@ -158,6 +165,10 @@ class Cluster:
                 log.info("left without a word: %s", error)
         await self.peers.close()
         await self.directory.close()
+        await self._doubts.close()
+        files, self.service.files = self.service.files, None
+        if files is not None:
+            await files.close()
         await self._fabric.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -295,6 +306,8 @@ class Cluster:
         while True:
             await asyncio.sleep(SWEEP_S)
             self.remote.sweep()
+            if self.service.files is not None:
+                self.service.files.sweep()
 
     # -- what operators see ------------------------------------------------------------------------------------------
 
@@ -325,8 +338,17 @@ class Cluster:
             peer_hit_blocks_total={medium: peer_counts[f"hit_blocks/{medium}"] for medium in ("memory", "ssd")},
             directory_calls_total={verb: counts[f"directory/{verb}"] for verb in ("beat", "tell", "probe")},
             peer_calls_total=dict(self.peers.calls),
+            files_served=self._files_served(),
+            staged=len(self.service.files) if self.service.files is not None else 0,
+            doubts_told_total=counts["doubts_told"],
+            doubts_total=counts["doubts"],
+            doubts_refuted_total=counts["doubts_refuted"],
             members=self._rows(),
         )
+
+    def _files_served(self) -> dict[str, int]:
+        counted = self.service.files.counts if self.service.files is not None else Counter[str]()
+        return {name: counted[name] for name in COUNTS}
 
     def _rows(self) -> tuple[NodeRow, ...]:
         membership = self.membership

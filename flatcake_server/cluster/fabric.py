@@ -1,4 +1,5 @@
-"""How peers reach the bytes of this node: one-sided UCX gets from the arena, answered by a process of its own.
+"""How peers reach the bytes of this node: one-sided UCX gets from the arena and from a bounce buffer that ranges of session files
+are read into (serving.py), answered by a process of its own.
 
 What peers are told changes when that process is started again, so it goes with each lookup's reply and not with the greeting.
 While nobody serves the arena, a peer's hit here is told that its memory cannot be read, which is a miss there.
@@ -11,15 +12,21 @@ import contextlib
 import fcntl
 import ipaddress
 import logging
+import mmap
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flatcake_proto.v1 import store_pb2
 from flatcake_server.arena import Arena
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.movers.ucx_process import UcxProcess
+from flatcake_transport.remote import RemoteMemory
 from flatcake_transport.units import Listen
 
 log = logging.getLogger(__name__)
@@ -34,8 +41,12 @@ _EVERY_ADDRESS: Final = ("0.0.0.0", "::")  # noqa: S104
 class Fabric:
     """Belongs to the event loop. `listen` None: nothing is served."""
 
-    def __init__(self, listen: Listen | None, arena: Arena, peer_timeout_s: float) -> None:
+    def __init__(self, listen: Listen | None, arena: Arena, peer_timeout_s: float, bounce_bytes: int = 0) -> None:
+        """`bounce_bytes` 0: no session files are served."""
         self._listen = listen
+        self._bounce_bytes = bounce_bytes
+        self._bounce_fd = -1
+        self.bounce: NDArray[np.uint8] | None = None  # once it is served
         self._arena = arena
         self._peer_timeout_s = peer_timeout_s
         self._process: UcxProcess | None = None
@@ -46,11 +57,16 @@ class Fabric:
             return
         options = ucx_options(self._listen)
         regions = [(self._arena.fd, self._arena.size_bytes)]
+        bounce = None
+        if self._bounce_bytes:
+            self._bounce_fd, bounce = _shared(self._bounce_bytes)
+            regions.append((self._bounce_fd, self._bounce_bytes))
 
         def serve() -> UcxProcess:
             return UcxProcess(regions, options=options, peer_timeout_s=self._peer_timeout_s)
 
         self._process = await asyncio.get_running_loop().run_in_executor(None, serve)
+        self.bounce = bounce
         log.info("peers read this node's memory over UCX at %s", self._listen)
 
     def words(self) -> store_pb2.Fabric:
@@ -59,7 +75,14 @@ class Fabric:
         if self._process is not None:
             with contextlib.suppress(Unavailable):
                 words.arena = self._process.memories()[0].sealed()
+                words.files = self.bounce is not None
         return words
+
+    def bounced(self) -> RemoteMemory:
+        """How peers name the bounce buffer now. Raises: Unavailable: nobody serves it."""
+        if self._process is None or self.bounce is None:
+            raise Unavailable("no session files are served to peers")
+        return self._process.memories()[1]
 
     @property
     def restarts(self) -> int:
@@ -70,6 +93,23 @@ class Fabric:
         process, self._process = self._process, None
         if process is not None:
             await asyncio.get_running_loop().run_in_executor(None, process.close)
+        self.bounce = None
+        if self._bounce_fd >= 0:
+            os.close(self._bounce_fd)
+            self._bounce_fd = -1
+
+
+def _shared(size_bytes: int) -> tuple[int, NDArray[np.uint8]]:
+    """A memory file and its mapping, every page touched; the mapping ends with its last view."""
+    fd = os.memfd_create("flatcake-bounce", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size_bytes)
+        memory = np.frombuffer(mmap.mmap(fd, size_bytes), np.uint8)
+    except OSError:
+        os.close(fd)
+        raise
+    memory[:: mmap.PAGESIZE] = 0
+    return fd, memory
 
 
 def ucx_options(listen: Listen) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -24,15 +24,19 @@ from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc, store_pb2
 from flatcake_server.cluster.credentials import Secrets
 from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.proof import NONCE_BYTES, Handshake
+from flatcake_server.cluster.serving import FileServer
 from flatcake_server.rpc import Context, Edge, Timings, add_runs, keys_of
 from flatcake_server.store import Store
 from flatcake_transport.address import MISSING
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.served import FileRange
 from flatcake_transport.space import SpaceSpec
 
 PROTOCOL: Final = 1
 GREETINGS_MAX: Final = 1024
 # Of a lease's time that is promised: the reader counts by a clock of its own. Clocks of machines differ in pace by 0.05 % at most.
 LEASE_SHARE: Final = 0.99
+STAGE_S: Final = 2.0  # for ranges of an asker that names no time
 BEAT_S_MIN: Final = 0.1  # however impatient the asker is
 
 
@@ -56,6 +60,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         timings: Timings,
         *,
         refused: Callable[[], str],
+        doubted: Callable[[Sequence[int]], None],
     ) -> None:
         self._store = store
         self._me = me
@@ -65,6 +70,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._lease_ttl_s = lease_ttl_s
         self._timings = timings
         self._refused = refused
+        self._doubted = doubted
+        self.files: FileServer | None = None  # None: peers cannot read session files through UCX
         self._greetings: OrderedDict[bytes, Handshake] = OrderedDict()
         self._attached: dict[int, tuple[Handshake, asyncio.Event]] = {}
         self.counts: Counter[str] = Counter()
@@ -169,7 +176,42 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         peer_id = await self._known(request, context)
         async with Edge(context, self._timings, "peer_give_back"):
             self._store.release(peer_id, request.lease_ids)
+            if self.files is not None:
+                self.files.sweep()
             return peer_pb2.GiveBackReply(incarnation=self._me.incarnation)
+
+    async def StageFiles(  # noqa: N802
+        self, request: peer_pb2.StageFilesRequest, context: Context
+    ) -> peer_pb2.StageFilesReply:
+        peer_id = await self._known(request, context)
+        async with Edge(context, self._timings, "peer_stage"):
+            left_s = context.time_remaining()
+            ranges = [FileRange(each.file_id, each.offset, each.size_bytes) for each in request.ranges]
+            refusal = "this node serves no session files"
+            if self.files is not None:
+                try:
+                    staged = await self.files.stage(peer_id, request.lease_id, ranges, left_s or STAGE_S)
+                    return peer_pb2.StageFilesReply(incarnation=self._me.incarnation, staged=staged)
+                except (LookupError, Unavailable) as error:
+                    refusal = str(error)
+            # Of these ranges only: the asker goes on asking for others.
+            await context.abort(grpc.StatusCode.ABORTED, refusal)
+            raise AssertionError("abort raises")
+
+    async def UnstageFiles(  # noqa: N802
+        self, request: peer_pb2.UnstageFilesRequest, context: Context
+    ) -> peer_pb2.UnstageFilesReply:
+        peer_id = await self._known(request, context)
+        async with Edge(context, self._timings, "peer_unstage"):
+            if self.files is not None:
+                self.files.unstage(peer_id, request.staged_ids)
+            return peer_pb2.UnstageFilesReply(incarnation=self._me.incarnation)
+
+    async def Doubt(self, request: peer_pb2.DoubtRequest, context: Context) -> peer_pb2.DoubtReply:  # noqa: N802
+        await self._known(request, context)
+        async with Edge(context, self._timings, "peer_doubt"):
+            self._doubted(request.segments)
+            return peer_pb2.DoubtReply(incarnation=self._me.incarnation)
 
     async def _known(self, request: Any, context: Context) -> int:
         """The caller's id as a client of the store, if it is an attached peer."""

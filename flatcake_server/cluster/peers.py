@@ -4,7 +4,7 @@ A link is good for one incarnation at one address. A reply from another incarnat
 listed with another incarnation or address ends it, and with it everything that was known through it. A peer that failed is
 not asked again for a moment, so a dead one costs one lookup its time and not every one.
 
-Every verb is one round trip within its deadline and raises `Unavailable`. Greeting and attaching are two more, once a link.
+Every verb is one round trip within its deadline and raises `Unavailable`, or `Overloaded` where the peer says so. Greeting and attaching are two more, once a link.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, Final
 
 import grpc
 
-from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc
+from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc, store_pb2
 from flatcake_server.cluster.credentials import Secrets
 from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.peer_service import PROTOCOL
 from flatcake_server.cluster.proof import NONCE_BYTES, Handshake
 from flatcake_transport.endpoint import grpc_target
-from flatcake_transport.errors import Unavailable
+from flatcake_transport.errors import Overloaded, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,26 @@ class Peers:
         link = self._standing(node_id, incarnation)
         request = peer_pb2.GiveBackRequest(peer_id=link.peer_id, lease_ids=lease_ids)
         await self._ask(link, "give_back", link.stub.GiveBack, request, self._timeout_s)
+
+    async def stage(
+        self, node_id: int, incarnation: bytes, lease_id: int, ranges: Sequence[store_pb2.FileRange], timeout_s: float
+    ) -> store_pb2.StageReply:
+        """Have ranges of files of the lease read there. Raises: Overloaded: no room there in time. Unavailable."""
+        link = self._standing(node_id, incarnation)
+        request = peer_pb2.StageFilesRequest(peer_id=link.peer_id, lease_id=lease_id, ranges=ranges)
+        reply: peer_pb2.StageFilesReply = await self._ask(link, "stage", link.stub.StageFiles, request, timeout_s)
+        return reply.staged
+
+    async def unstage(self, node_id: int, incarnation: bytes, staged_ids: Sequence[int]) -> None:
+        link = self._standing(node_id, incarnation)
+        request = peer_pb2.UnstageFilesRequest(peer_id=link.peer_id, staged_ids=staged_ids)
+        await self._ask(link, "unstage", link.stub.UnstageFiles, request, self._timeout_s)
+
+    async def doubt(self, member: Member, segments: Sequence[int]) -> None:
+        """Bytes that were read of these segments differ from their checksums."""
+        link = self._standing(member.node_id, member.incarnation)
+        request = peer_pb2.DoubtRequest(peer_id=link.peer_id, segments=segments)
+        await self._ask(link, "doubt", link.stub.Doubt, request, self._timeout_s)
 
     async def attach(self, member: Member) -> None:
         """Have a link before it is needed."""
@@ -239,7 +259,9 @@ class Peers:
             reply = await call(request, timeout=timeout_s)
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
-            if code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise Overloaded(f"node {link.member.node_id} is busy: {_said(error)}") from error
+            if code is not grpc.StatusCode.ABORTED:  # that one thing cannot be had; the peer is well
                 self._pause(link.member)
             if code is grpc.StatusCode.UNAUTHENTICATED:  # it gave us up
                 self._drop(link)

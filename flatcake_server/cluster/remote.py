@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from flatcake_proto.v1 import peer_pb2, store_pb2
 from flatcake_server.cluster.anchors import choose, probes
@@ -30,6 +30,7 @@ from flatcake_transport.space import SpaceSpec
 log = logging.getLogger(__name__)
 
 PEER_SHARE: Final = 0.9  # of the time left: it is the peer that was silent, not the caller that gave up
+STAGE_S_MAX: Final = 10.0  # for one staging, whatever time the caller has
 DIRECTORY_PAUSE_S: Final = 1.0  # a directory that did not answer a lookup is not asked by the next ones
 
 
@@ -171,6 +172,39 @@ class RemoteLookup:
         """As the wire asks for it (rpc.Remote)."""
         self._give_back(self.loans.end(id_ for id_ in lease_ids if self.store.leases.get(id_) is None))
 
+    async def stage(self, client_id: int, request: store_pb2.StageRequest, time_s: float) -> store_pb2.StageReply:
+        """As the wire asks for it (rpc.Remote)."""
+        loan = self._loan(client_id, request.lease_id, request.node_id)
+        if loan is None:
+            raise Unavailable("the lease at the other node has ended")
+        self.counts["stagings"] += 1
+        timeout_s = PEER_SHARE * min(time_s, STAGE_S_MAX)
+        return await self.peers.stage(loan.node_id, loan.incarnation, loan.lease_id, request.ranges, timeout_s)
+
+    def unstage(self, client_id: int, request: store_pb2.UnstageRequest) -> None:
+        """As the wire asks for it (rpc.Remote). What it does not bring about, the end of the lease does."""
+        loan = self._loan(client_id, request.lease_id, request.node_id)
+        if loan is not None:
+            telling = self.peers.unstage(loan.node_id, loan.incarnation, list(request.staged_ids))
+            self.spawn(_quietly(telling, "stagings are not given back by word"))
+
+    def doubted(self, segments: Sequence[int]) -> None:
+        """As the wire asks for it (rpc.Remote)."""
+        by_node: dict[int, list[int]] = {}
+        for segment in segments:
+            by_node.setdefault(Address(segment).node, []).append(segment)
+        for node_id, of_node in by_node.items():
+            member = self.membership.known.get(node_id)
+            if member is not None:
+                self.counts["doubts_told"] += len(of_node)
+                self.spawn(_quietly(self.peers.doubt(member, of_node), "corrupt segments are not told"))
+
+    def _loan(self, client_id: int, lease_id: int, node_id: int) -> Loan | None:
+        """What hangs on a client's lease at a node."""
+        lease, loan = self.store.leases.get(lease_id), self.loans.get(lease_id, self.now_s())
+        mine = lease is not None and lease.client_id == client_id
+        return loan if mine and loan is not None and loan.node_id == node_id else None
+
     def sweep(self) -> None:
         """Give back what hangs on leases that ended without a word: their client died, or they lapsed."""
         self._give_back(self.loans.orphans(lambda lease_id: self.store.leases.get(lease_id) is not None))
@@ -180,13 +214,15 @@ class RemoteLookup:
         for loan in loans:
             by_owner.setdefault((loan.node_id, loan.incarnation), []).append(loan.lease_id)
         for owner, lease_ids in by_owner.items():
-            self.spawn(self._told(owner, lease_ids))
+            self.spawn(_quietly(self.peers.give_back(*owner, lease_ids), "leases are not given back by word"))
 
-    async def _told(self, owner: tuple[int, bytes], lease_ids: Sequence[int]) -> None:
-        try:
-            await self.peers.give_back(*owner, lease_ids)
-        except FlatCakeError as error:  # they end with the link, or by expiry
-            log.debug("leases of node %d are not given back by word: %s", owner[0], error)
+
+async def _quietly(telling: Coroutine[Any, Any, None], otherwise: str) -> None:
+    """Tell a peer what it finds out by itself in the end: by expiry, or with the link."""
+    try:
+        await telling
+    except FlatCakeError as error:
+        log.debug("%s: %s", otherwise, error)
 
 
 def _checked(found: peer_pb2.FindReply, member: Member, asked: int) -> int:

@@ -176,21 +176,21 @@ def test_file_ranges_are_served_through_bounded_slots(served: Served, mover: Ucx
     name = tmp_path / "session"
     name.write_bytes(content.tobytes())
     fd = os.open(name, os.O_RDONLY)
-    staged = [serving.stage(FileSpan(fd, at, 1 << 20), 10) for at in (0, 1 << 20)]
+    staged = [serving.stage([FileSpan(fd, at, 1 << 20)], 10) for at in (0, 1 << 20)]
     for i, range_ in enumerate(staged):
         target = np.zeros(1 << 20, np.uint8)
         mover.submit([Move(range_.span, MemorySpan(target))]).wait(30)
         assert np.array_equal(target, content[i << 20 : (i + 1) << 20])
     with pytest.raises(Overloaded):
-        serving.stage(FileSpan(fd, 0, 4096), 0.01)
+        serving.stage([FileSpan(fd, 0, 4096)], 0.01)
     staged[0].close()
     with pytest.raises(Unavailable, match="not read"):
-        serving.stage(FileSpan(fd, 3 << 20, 4096), 10)
+        serving.stage([FileSpan(fd, 3 << 20, 4096)], 10)
     with pytest.raises(ValueError, match="at most"):
-        serving.stage(FileSpan(fd, 0, 2 << 20), 10)
+        serving.stage([FileSpan(fd, 0, 2 << 20)], 10)
     with pytest.raises(ValueError, match="4096"):
-        serving.stage(FileSpan(fd, 1, 4096, direct=True), 10)
-    serving.stage(FileSpan(fd, 1 << 20, 4096), 10).close()
+        serving.stage([FileSpan(fd, 1, 4096, direct=True)], 10)
+    serving.stage([FileSpan(fd, 1 << 20, 4096)], 10).close()
     with pytest.raises(ValueError, match="cannot hold"):
         FileServing(served.bytes[:4096], lambda: served.memory, files)
     os.close(fd)

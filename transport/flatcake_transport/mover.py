@@ -7,6 +7,7 @@ refuses others with `ValueError` at `submit`. All movers pass `check_mover` (tes
     memory span <-> memory span     memory           arena, staging buffer, device
     memory span <-> paged span      memory           scatter to, or gather from, an engine's paged slots
     remote span <-> memory span     ucx              one-sided, between another node's memory and a staging buffer
+    served span  -> memory span     ucx_staged       another node's file, which that node reads into memory for us
 
 Errors of a move appear in `Transfer.wait`: `Unavailable` when bytes could not be moved (EIO, short read, ENOSPC), with the
 OSError chained; never a success that moved fewer bytes.
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_transport.remote import RemoteSpan
+from flatcake_transport.served import ServedSpan
 
 Slots = NDArray[np.int64]
 
@@ -77,7 +79,7 @@ class PagedSpan:
         return len(self.slots) * self.plane_bytes
 
 
-Span = FileSpan | MemorySpan | PagedSpan | RemoteSpan
+Span = FileSpan | MemorySpan | PagedSpan | RemoteSpan | ServedSpan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -64,6 +64,21 @@ class PeerStub(object):
                 request_serializer=flatcake__proto_dot_v1_dot_peer__pb2.GiveBackRequest.SerializeToString,
                 response_deserializer=flatcake__proto_dot_v1_dot_peer__pb2.GiveBackReply.FromString,
                 _registered_method=True)
+        self.StageFiles = channel.unary_unary(
+                '/flatcake.v1.Peer/StageFiles',
+                request_serializer=flatcake__proto_dot_v1_dot_peer__pb2.StageFilesRequest.SerializeToString,
+                response_deserializer=flatcake__proto_dot_v1_dot_peer__pb2.StageFilesReply.FromString,
+                _registered_method=True)
+        self.UnstageFiles = channel.unary_unary(
+                '/flatcake.v1.Peer/UnstageFiles',
+                request_serializer=flatcake__proto_dot_v1_dot_peer__pb2.UnstageFilesRequest.SerializeToString,
+                response_deserializer=flatcake__proto_dot_v1_dot_peer__pb2.UnstageFilesReply.FromString,
+                _registered_method=True)
+        self.Doubt = channel.unary_unary(
+                '/flatcake.v1.Peer/Doubt',
+                request_serializer=flatcake__proto_dot_v1_dot_peer__pb2.DoubtRequest.SerializeToString,
+                response_deserializer=flatcake__proto_dot_v1_dot_peer__pb2.DoubtReply.FromString,
+                _registered_method=True)
 
 
 class PeerServicer(object):
@@ -105,6 +120,24 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StageFiles(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnstageFiles(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Doubt(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -137,6 +170,21 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.GiveBack,
                     request_deserializer=flatcake__proto_dot_v1_dot_peer__pb2.GiveBackRequest.FromString,
                     response_serializer=flatcake__proto_dot_v1_dot_peer__pb2.GiveBackReply.SerializeToString,
+            ),
+            'StageFiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.StageFiles,
+                    request_deserializer=flatcake__proto_dot_v1_dot_peer__pb2.StageFilesRequest.FromString,
+                    response_serializer=flatcake__proto_dot_v1_dot_peer__pb2.StageFilesReply.SerializeToString,
+            ),
+            'UnstageFiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnstageFiles,
+                    request_deserializer=flatcake__proto_dot_v1_dot_peer__pb2.UnstageFilesRequest.FromString,
+                    response_serializer=flatcake__proto_dot_v1_dot_peer__pb2.UnstageFilesReply.SerializeToString,
+            ),
+            'Doubt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Doubt,
+                    request_deserializer=flatcake__proto_dot_v1_dot_peer__pb2.DoubtRequest.FromString,
+                    response_serializer=flatcake__proto_dot_v1_dot_peer__pb2.DoubtReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -301,6 +349,87 @@ class Peer(object):
             '/flatcake.v1.Peer/GiveBack',
             flatcake__proto_dot_v1_dot_peer__pb2.GiveBackRequest.SerializeToString,
             flatcake__proto_dot_v1_dot_peer__pb2.GiveBackReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StageFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flatcake.v1.Peer/StageFiles',
+            flatcake__proto_dot_v1_dot_peer__pb2.StageFilesRequest.SerializeToString,
+            flatcake__proto_dot_v1_dot_peer__pb2.StageFilesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnstageFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flatcake.v1.Peer/UnstageFiles',
+            flatcake__proto_dot_v1_dot_peer__pb2.UnstageFilesRequest.SerializeToString,
+            flatcake__proto_dot_v1_dot_peer__pb2.UnstageFilesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Doubt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flatcake.v1.Peer/Doubt',
+            flatcake__proto_dot_v1_dot_peer__pb2.DoubtRequest.SerializeToString,
+            flatcake__proto_dot_v1_dot_peer__pb2.DoubtReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,9 @@ class PeerStub:
     Find: _grpc.UnaryUnaryMultiCallable[_peer_pb2.FindRequest, _peer_pb2.FindReply]
     Prolong: _grpc.UnaryUnaryMultiCallable[_peer_pb2.ProlongRequest, _peer_pb2.ProlongReply]
     GiveBack: _grpc.UnaryUnaryMultiCallable[_peer_pb2.GiveBackRequest, _peer_pb2.GiveBackReply]
+    StageFiles: _grpc.UnaryUnaryMultiCallable[_peer_pb2.StageFilesRequest, _peer_pb2.StageFilesReply]
+    UnstageFiles: _grpc.UnaryUnaryMultiCallable[_peer_pb2.UnstageFilesRequest, _peer_pb2.UnstageFilesReply]
+    Doubt: _grpc.UnaryUnaryMultiCallable[_peer_pb2.DoubtRequest, _peer_pb2.DoubtReply]
 
 @_typing.type_check_only
 class PeerAsyncStub(PeerStub):
@@ -52,6 +55,9 @@ class PeerAsyncStub(PeerStub):
     Find: _aio.UnaryUnaryMultiCallable[_peer_pb2.FindRequest, _peer_pb2.FindReply]  # type: ignore[assignment]
     Prolong: _aio.UnaryUnaryMultiCallable[_peer_pb2.ProlongRequest, _peer_pb2.ProlongReply]  # type: ignore[assignment]
     GiveBack: _aio.UnaryUnaryMultiCallable[_peer_pb2.GiveBackRequest, _peer_pb2.GiveBackReply]  # type: ignore[assignment]
+    StageFiles: _aio.UnaryUnaryMultiCallable[_peer_pb2.StageFilesRequest, _peer_pb2.StageFilesReply]  # type: ignore[assignment]
+    UnstageFiles: _aio.UnaryUnaryMultiCallable[_peer_pb2.UnstageFilesRequest, _peer_pb2.UnstageFilesReply]  # type: ignore[assignment]
+    Doubt: _aio.UnaryUnaryMultiCallable[_peer_pb2.DoubtRequest, _peer_pb2.DoubtReply]  # type: ignore[assignment]
 
 class PeerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -95,5 +101,26 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.GiveBackRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.GiveBackReply, _abc.Awaitable[_peer_pb2.GiveBackReply]]: ...
+
+    @_abc_1.abstractmethod
+    def StageFiles(
+        self,
+        request: _peer_pb2.StageFilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.StageFilesReply, _abc.Awaitable[_peer_pb2.StageFilesReply]]: ...
+
+    @_abc_1.abstractmethod
+    def UnstageFiles(
+        self,
+        request: _peer_pb2.UnstageFilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.UnstageFilesReply, _abc.Awaitable[_peer_pb2.UnstageFilesReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Doubt(
+        self,
+        request: _peer_pb2.DoubtRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.DoubtReply, _abc.Awaitable[_peer_pb2.DoubtReply]]: ...
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

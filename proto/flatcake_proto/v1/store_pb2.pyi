@@ -268,22 +268,26 @@ class Fabric(_message.Message):
     ARENA_FIELD_NUMBER: _builtins.int
     NVME_SUBSYSTEM_FIELD_NUMBER: _builtins.int
     NVME_ADDRESS_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
     arena: _builtins.bytes
     """its memory, for one-sided UCX gets: remote.py in transport"""
     nvme_subsystem: _builtins.str
     """NQN"""
     nvme_address: _builtins.str
     """transport://host:port"""
+    files: _builtins.bool
+    """ranges of session files are read into memory for the asker: Stage"""
     def __init__(
         self,
         *,
         arena: _builtins.bytes = ...,
         nvme_subsystem: _builtins.str = ...,
         nvme_address: _builtins.str = ...,
+        files: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "nvme_address", b"nvme_address", "nvme_subsystem", b"nvme_subsystem"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "files", b"files", "nvme_address", b"nvme_address", "nvme_subsystem", b"nvme_subsystem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -746,7 +750,7 @@ class ReportCorruptRequest(_message.Message):
     incarnation: _builtins.bytes
     @_builtins.property
     def segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """addresses of segments whose bytes differ from their checksums"""
+        """whose bytes differ from their checksums; of other nodes those nodes are told"""
 
     def __init__(
         self,
@@ -777,3 +781,144 @@ class ReportCorruptReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportCorruptReply: _TypeAlias = ReportCorruptReply  # noqa: Y015
+
+@_typing.final
+class FileRange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_ID_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    file_id: _builtins.int
+    offset: _builtins.int
+    """whole 4 KiB, as the size"""
+    size_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        file_id: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_id", b"file_id", "offset", b"offset", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FileRange: _TypeAlias = FileRange  # noqa: Y015
+
+@_typing.final
+class StageRequest(_message.Message):
+    """Ranges of another node's session files, which that node reads one behind the other into memory that the caller then gets
+    one-sided. Given back by Unstage, and with the lease.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.int
+    incarnation: _builtins.bytes
+    lease_id: _builtins.int
+    """of the lookup's reply"""
+    node_id: _builtins.int
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileRange]: ...
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.int = ...,
+        incarnation: _builtins.bytes = ...,
+        lease_id: _builtins.int = ...,
+        node_id: _builtins.int = ...,
+        ranges: _abc.Iterable[Global___FileRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "incarnation", b"incarnation", "lease_id", b"lease_id", "node_id", b"node_id", "ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageRequest: _TypeAlias = StageRequest  # noqa: Y015
+
+@_typing.final
+class StageReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    STAGED_ID_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    memory: _builtins.bytes
+    """for one-sided UCX gets: remote.py in transport"""
+    offset: _builtins.int
+    """in that memory, of the first range"""
+    staged_id: _builtins.int
+    ttl_ms: _builtins.int
+    """counted from before the call: past it other bytes may stand there"""
+    def __init__(
+        self,
+        *,
+        memory: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        staged_id: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "offset", b"offset", "staged_id", b"staged_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageReply: _TypeAlias = StageReply  # noqa: Y015
+
+@_typing.final
+class UnstageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    STAGED_IDS_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.int
+    incarnation: _builtins.bytes
+    lease_id: _builtins.int
+    node_id: _builtins.int
+    @_builtins.property
+    def staged_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.int = ...,
+        incarnation: _builtins.bytes = ...,
+        lease_id: _builtins.int = ...,
+        node_id: _builtins.int = ...,
+        staged_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "incarnation", b"incarnation", "lease_id", b"lease_id", "node_id", b"node_id", "staged_ids", b"staged_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnstageRequest: _TypeAlias = UnstageRequest  # noqa: Y015
+
+@_typing.final
+class UnstageReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnstageReply: _TypeAlias = UnstageReply  # noqa: Y015

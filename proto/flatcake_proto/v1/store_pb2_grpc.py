@@ -79,6 +79,16 @@ class StoreStub(object):
                 request_serializer=flatcake__proto_dot_v1_dot_store__pb2.ReportCorruptRequest.SerializeToString,
                 response_deserializer=flatcake__proto_dot_v1_dot_store__pb2.ReportCorruptReply.FromString,
                 _registered_method=True)
+        self.Stage = channel.unary_unary(
+                '/flatcake.v1.Store/Stage',
+                request_serializer=flatcake__proto_dot_v1_dot_store__pb2.StageRequest.SerializeToString,
+                response_deserializer=flatcake__proto_dot_v1_dot_store__pb2.StageReply.FromString,
+                _registered_method=True)
+        self.Unstage = channel.unary_unary(
+                '/flatcake.v1.Store/Unstage',
+                request_serializer=flatcake__proto_dot_v1_dot_store__pb2.UnstageRequest.SerializeToString,
+                response_deserializer=flatcake__proto_dot_v1_dot_store__pb2.UnstageReply.FromString,
+                _registered_method=True)
 
 
 class StoreServicer(object):
@@ -138,6 +148,18 @@ class StoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stage(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unstage(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -185,6 +207,16 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.ReportCorrupt,
                     request_deserializer=flatcake__proto_dot_v1_dot_store__pb2.ReportCorruptRequest.FromString,
                     response_serializer=flatcake__proto_dot_v1_dot_store__pb2.ReportCorruptReply.SerializeToString,
+            ),
+            'Stage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stage,
+                    request_deserializer=flatcake__proto_dot_v1_dot_store__pb2.StageRequest.FromString,
+                    response_serializer=flatcake__proto_dot_v1_dot_store__pb2.StageReply.SerializeToString,
+            ),
+            'Unstage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unstage,
+                    request_deserializer=flatcake__proto_dot_v1_dot_store__pb2.UnstageRequest.FromString,
+                    response_serializer=flatcake__proto_dot_v1_dot_store__pb2.UnstageReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -430,6 +462,60 @@ class Store(object):
             '/flatcake.v1.Store/ReportCorrupt',
             flatcake__proto_dot_v1_dot_store__pb2.ReportCorruptRequest.SerializeToString,
             flatcake__proto_dot_v1_dot_store__pb2.ReportCorruptReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flatcake.v1.Store/Stage',
+            flatcake__proto_dot_v1_dot_store__pb2.StageRequest.SerializeToString,
+            flatcake__proto_dot_v1_dot_store__pb2.StageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unstage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flatcake.v1.Store/Unstage',
+            flatcake__proto_dot_v1_dot_store__pb2.UnstageRequest.SerializeToString,
+            flatcake__proto_dot_v1_dot_store__pb2.UnstageReply.FromString,
             options,
             channel_credentials,
             insecure,

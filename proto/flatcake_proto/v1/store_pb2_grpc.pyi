@@ -44,6 +44,8 @@ class StoreStub:
     CommitTurn: _grpc.UnaryUnaryMultiCallable[_store_pb2.CommitTurnRequest, _store_pb2.CommitTurnReply]
     AbortTurn: _grpc.UnaryUnaryMultiCallable[_store_pb2.AbortTurnRequest, _store_pb2.AbortTurnReply]
     ReportCorrupt: _grpc.UnaryUnaryMultiCallable[_store_pb2.ReportCorruptRequest, _store_pb2.ReportCorruptReply]
+    Stage: _grpc.UnaryUnaryMultiCallable[_store_pb2.StageRequest, _store_pb2.StageReply]
+    Unstage: _grpc.UnaryUnaryMultiCallable[_store_pb2.UnstageRequest, _store_pb2.UnstageReply]
 
 @_typing.type_check_only
 class StoreAsyncStub(StoreStub):
@@ -57,6 +59,8 @@ class StoreAsyncStub(StoreStub):
     CommitTurn: _aio.UnaryUnaryMultiCallable[_store_pb2.CommitTurnRequest, _store_pb2.CommitTurnReply]  # type: ignore[assignment]
     AbortTurn: _aio.UnaryUnaryMultiCallable[_store_pb2.AbortTurnRequest, _store_pb2.AbortTurnReply]  # type: ignore[assignment]
     ReportCorrupt: _aio.UnaryUnaryMultiCallable[_store_pb2.ReportCorruptRequest, _store_pb2.ReportCorruptReply]  # type: ignore[assignment]
+    Stage: _aio.UnaryUnaryMultiCallable[_store_pb2.StageRequest, _store_pb2.StageReply]  # type: ignore[assignment]
+    Unstage: _aio.UnaryUnaryMultiCallable[_store_pb2.UnstageRequest, _store_pb2.UnstageReply]  # type: ignore[assignment]
 
 class StoreServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -121,5 +125,19 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.ReportCorruptRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.ReportCorruptReply, _abc.Awaitable[_store_pb2.ReportCorruptReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Stage(
+        self,
+        request: _store_pb2.StageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.StageReply, _abc.Awaitable[_store_pb2.StageReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Unstage(
+        self,
+        request: _store_pb2.UnstageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.UnstageReply, _abc.Awaitable[_store_pb2.UnstageReply]]: ...
 
 def add_StoreServicer_to_server(servicer: StoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
