@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from core import Core, chain
+from core import Core, Yield, chain
 from waiting import until
 
 from flatcake_server.cluster.doubts import WAITING_MAX, Doubts
@@ -144,7 +144,7 @@ def test_an_asker_that_gives_up_holds_no_slot(served):
             work = asyncio.ensure_future(
                 served.server.stage(served.peer, served.lease, [FileRange(served.file, 0, PAGE)], 5.0)
             )
-            await asyncio.sleep(0)
+            await Yield()
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(None, until, lambda: served.server._serving.slots_free == 2)
