@@ -139,7 +139,7 @@ class Turn:
             self._written[layer] = True
             deadline_s = self._now_s() + (self._timeout_s if timeout_s is None else timeout_s)
             try:
-                self._harvest(0.0)
+                self._harvest(None)
                 for index, part in enumerate(self.parts):
                     if self._failure is None:
                         start = part.first_block - self.blocks.start
@@ -223,13 +223,13 @@ class Turn:
 
         self._home.when_rested(self.transfers, give_back)
 
-    def _harvest(self, timeout_s: float) -> None:
-        """Look at the writes that have landed; with a timeout, wait for all."""
-        deadline_s = self._now_s() + timeout_s
+    def _harvest(self, timeout_s: float | None) -> None:
+        """Look at the writes that have landed; with a timeout, also one that is over, all must have landed by then."""
+        deadline_s = self._now_s() + (timeout_s or 0.0)
         moving = []
         for transfer in self.transfers:
             try:
-                if timeout_s > 0 or transfer.done():
+                if timeout_s is not None or transfer.done():
                     transfer.wait(max(0.0, deadline_s - self._now_s()))
                 else:
                     moving.append(transfer)

@@ -140,6 +140,20 @@ def test_a_slow_write_outlives_commit_and_is_given_back_later(make, gate, home):
     assert home.fd == -1
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1, 1e-9])
+def test_without_time_left_nothing_is_published_while_its_writes_go_on(make, gate, home, timeout_s):
+    gate.open.clear()
+    turn = make()
+    turn.write_layer(0, PAGES, [0, 1, 2, 3])
+    turn.write_layer(1, PAGES, [0, 1, 2, 3])
+    with pytest.raises(Unavailable, match="in time"):
+        turn.commit(timeout_s)
+    assert home.committed == home.aborted == []
+    gate.open.set()
+    assert home.linger.settle(5)
+    assert home.aborted == [""]
+
+
 def test_no_staging_drops_the_write(make, gate, home):
     gate.open.clear()
     turn = make(windows=1)
