@@ -1,6 +1,7 @@
 """A daemon of the replay's own: `flatcake serve` in a process and a session of its own, on a directory that goes with it.
 
 Ctrl-C reaches the replay and not the daemon: what is under way ends as it would have, and the report is whole as far as it goes.
+A replay that is killed takes its daemon along, where the system has setpriv.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ class Node:
         flags |= {name.replace("_", "-"): value for name, value in options.items()}
         command = [sys.executable, "-c", _SERVE, "serve", *(f"--{name}={value}" for name, value in flags.items())]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FLATCAKE_")}
+        guard = ["setpriv", "--pdeathsig", "TERM", "--"] if shutil.which("setpriv") else []
         # A stop is a flag here (sweep.on_signal), so none can come between the start and our knowing of it.
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            self._process = subprocess.Popen(
+                [*guard, *command], stdout=log, stderr=log, env=environment, start_new_session=True
+            )
         try:
             self._wait_ready()
         except BaseException:

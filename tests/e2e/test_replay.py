@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from command import FLATCAKE, flatcake
@@ -104,6 +107,26 @@ def test_a_stop_leaves_a_whole_report_of_what_was_done(small, tmp_path):
         assert run["partial"]
         assert run["requests"] < run["requests_planned"]
     assert not list(tmp_path.glob(".flatcake-replay-*"))
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv: a killed replay leaves its daemon behind")
+def test_a_killed_replay_takes_its_daemon_along(tmp_path):
+    code = f"""
+from pathlib import Path
+from flatcake_client.replay.node import Node
+node = Node(Path({str(tmp_path)!r}), {{"memory-bytes": "1MiB", "ssd-bytes": "16MiB"}})
+print(node.pid, flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as replay:
+        words = Path(f"/proc/{int(replay.stdout.readline())}/cmdline")
+        assert b"serve" in words.read_bytes()
+        replay.kill()
+
+    def gone():
+        return not words.exists() or not words.read_bytes()  # a process that nobody has waited for has no words
+
+    until(gone, 20)
 
 
 ADAPTER = """
