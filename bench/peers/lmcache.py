@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from flatcake_client.replay.system import Asked, Budget, Found, Pages, Slots, SystemStats
+from flatcake_client.replay.system import Asked, Budget, Found, Ledger, Pages, Slots, SystemStats
 
 GIB, MIB = 1 << 30, 1 << 20
 BATCH_BYTES = 64 * MIB
@@ -107,6 +107,7 @@ class LMCache:
         settings.ssd_path.mkdir(parents=True, exist_ok=True)
         self._library = Library(settings)
         self._counts = Counts()
+        self._ledger = Ledger(int(settings.ssd_bytes * settings.l2_trigger_watermark) // settings.block_bytes)
         self._room = threading.BoundedSemaphore(settings.batches_at_once)
         self._lookups = threading.Lock()
 
@@ -117,9 +118,10 @@ class LMCache:
     def lookup(self, asked: Asked) -> Found:
         """L1 is asked through the manager, L2 through a client of its own for the files: nothing is loaded yet."""
         keys = self._library.keys(asked.keys)
+        known = self._ledger.known(keys)
         media = self._where(keys)
         blocks = next((i for i, medium in enumerate(media) if medium is None), len(keys))
-        self._counts.looked_up(keys, media, self._settings)
+        self._ledger.miss(known, (key for key, medium in zip(keys, media, strict=True) if medium is None))
         sizes = {medium: media[:blocks].count(medium) * self._settings.block_bytes for medium in ("memory", "ssd")}
         return Found(blocks, sizes, keys[:blocks])
 
@@ -204,7 +206,7 @@ class LMCache:
                 there = self._where([keys[i] for i in refused])  # refused, too, is what L1 has already
                 done = set(waiting) - {i for i, medium in zip(refused, there, strict=True) if medium is None}
                 kept += len(done)
-                self._counts.accepted([keys[i] for i in done])
+                self._ledger.accept(keys[i] for i in done)
                 waiting = [i for i in waiting if i not in done]
                 if waiting and time.monotonic() >= deadline_s:
                     self._counts.refused(len(waiting), retried=0)
@@ -221,7 +223,7 @@ class LMCache:
     def settle(self, timeout_s: float) -> None:
         """Until all that L1 took is on the SSD, or has been dropped from both."""
         deadline_s = time.monotonic() + timeout_s
-        waiting = self._counts.kept()
+        waiting = self._ledger.kept()
         while waiting and time.monotonic() < deadline_s:
             with self._lookups:
                 there = self._library.in_l2(waiting)
@@ -231,7 +233,7 @@ class LMCache:
             time.sleep(0.1)
 
     def stats(self) -> SystemStats:
-        return self._counts.stats()
+        return self._counts.stats(self._ledger)
 
     def close(self) -> None:
         self._library.close()
@@ -349,18 +351,7 @@ class Counts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read = {"memory": 0, "ssd": 0}
-        self._cancelled = self._rejected = self._retried = self._lost = self._dropped = self._no_room = 0
-        self._kept: dict[Any, None] = {}
-        self._accepted_blocks = 0
-
-    def accepted(self, keys: Sequence[Any]) -> None:
-        with self._lock:
-            self._accepted_blocks += sum(key not in self._kept for key in keys)
-            self._kept.update(dict.fromkeys(keys))
-
-    def kept(self) -> list[Any]:
-        with self._lock:
-            return list(self._kept)
+        self._cancelled = self._rejected = self._retried = self._no_room = 0
 
     def refused(self, blocks: int, *, retried: int) -> None:
         with self._lock:
@@ -371,17 +362,6 @@ class Counts:
         with self._lock:
             self._no_room += 1
 
-    def looked_up(self, keys: Sequence[Any], media: Sequence[str | None], settings: Settings) -> None:
-        """What was accepted and is gone is lost where all that was ever accepted fits the SSD, and was dropped where not."""
-        with self._lock:
-            gone = [k for k, medium in zip(keys, media, strict=True) if medium is None and k in self._kept]
-            for key in gone:
-                del self._kept[key]
-            if self._accepted_blocks * settings.block_bytes <= settings.ssd_bytes * settings.l2_trigger_watermark:
-                self._lost += len(gone)
-            else:
-                self._dropped += len(gone)
-
     def read(self, memory_bytes: int, ssd_bytes: int) -> None:
         with self._lock:
             self._read["memory"] += memory_bytes
@@ -391,14 +371,14 @@ class Counts:
         with self._lock:
             self._cancelled += cancelled
 
-    def stats(self) -> SystemStats:
+    def stats(self, ledger: Ledger) -> SystemStats:
         with self._lock:
             return SystemStats(
                 bytes_read=dict(self._read),
                 cancelled_restores=self._cancelled,
                 rejected_blocks=self._rejected,
-                lost_blocks=self._lost,
-                dropped_blocks=self._dropped,
+                lost_blocks=ledger.lost,
+                dropped_blocks=ledger.dropped,
                 staging_bytes=0,
                 more={"puts_retried": self._retried, "prefetches_without_room": self._no_room},
             )

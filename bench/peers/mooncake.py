@@ -29,7 +29,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from flatcake_client.replay.system import Asked, Budget, Found, Pages, Slots, SystemStats
+from flatcake_client.replay.system import Asked, Budget, Found, Ledger, Pages, Slots, SystemStats
 
 Deployment = Literal["embedded", "client"]
 
@@ -173,6 +173,7 @@ class Mooncake:
 
         self._settings = settings
         self._counts = Counts()
+        self._ledger = Ledger(settings.ssd_bytes // settings.block_bytes)
         self._pool = ThreadPoolExecutor(settings.batches_at_once, thread_name_prefix="mooncake")
         settings.ssd_path.mkdir(parents=True, exist_ok=True)
         self._processes = Processes(settings)
@@ -221,6 +222,7 @@ class Mooncake:
 
     def lookup(self, asked: Asked) -> Found:
         names = key_names(asked.keys)
+        known = self._ledger.known(names)
         stored = self._store.batch_is_exist(names)
         usable = next((i for i, there in enumerate(stored) if there != 1), len(names))
         replicas = self._store.batch_get_replica_desc(names[:usable]) if usable else {}
@@ -229,7 +231,7 @@ class Mooncake:
         media += [
             "?" if there == 1 else None for there in stored[usable:]
         ]  # behind the prefix: there or not, that is all
-        self._counts.looked_up(names, media, self._settings)
+        self._ledger.miss(known, (name for name, medium in zip(names, media, strict=True) if medium is None))
         sizes = {medium: media[:blocks].count(medium) * self._settings.block_bytes for medium in ("memory", "ssd")}
         return Found(blocks, sizes, (names[:blocks], media[:blocks]))
 
@@ -283,7 +285,7 @@ class Mooncake:
                 )
                 taken = [names[i] for i, result in zip(waiting, results, strict=True) if result == 0]
                 kept += len(taken)
-                self._counts.accepted(taken)
+                self._ledger.accept(taken)
                 refused = [(i, result) for i, result in zip(waiting, results, strict=True) if result != 0]
                 waiting = [i for i, result in refused if result == NO_SPACE]
                 late = time.monotonic() >= deadline_s
@@ -305,7 +307,7 @@ class Mooncake:
         time.sleep(min(timeout_s, 2.0 * self._settings.heartbeat_s))
 
     def stats(self) -> SystemStats:
-        return self._counts.stats(self._settings.staging_bytes)
+        return self._counts.stats(self._settings.staging_bytes, self._ledger)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -322,30 +324,13 @@ class Counts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read = {"memory": 0, "ssd": 0}
-        self._cancelled = self._rejected = self._retried = self._lost = self._dropped = 0
+        self._cancelled = self._rejected = self._retried = 0
         self._failed: dict[str, int] = {}
-        self._kept: set[str] = set()
-        self._accepted_blocks = 0
-
-    def accepted(self, names: Sequence[str]) -> None:
-        with self._lock:
-            self._accepted_blocks += len(set(names) - self._kept)
-            self._kept.update(names)
 
     def refused(self, blocks: int, *, retried: int) -> None:
         with self._lock:
             self._rejected += blocks
             self._retried += retried
-
-    def looked_up(self, names: Sequence[str], media: Sequence[str | None], settings: Settings) -> None:
-        """What was accepted and is gone is lost where all that was ever accepted fits the SSD, and was dropped where not."""
-        with self._lock:
-            gone = self._kept.intersection(name for name, medium in zip(names, media, strict=True) if medium is None)
-            self._kept -= gone
-            if self._accepted_blocks * settings.block_bytes <= settings.ssd_bytes:
-                self._lost += len(gone)
-            else:
-                self._dropped += len(gone)
 
     def failed_read(self, result: int) -> None:
         with self._lock:
@@ -357,14 +342,14 @@ class Counts:
                 self._read[medium] += media.count(medium) * block_bytes
             self._cancelled += cancelled
 
-    def stats(self, staging_bytes: int) -> SystemStats:
+    def stats(self, staging_bytes: int, ledger: Ledger) -> SystemStats:
         with self._lock:
             return SystemStats(
                 bytes_read=dict(self._read),
                 cancelled_restores=self._cancelled,
                 rejected_blocks=self._rejected,
-                lost_blocks=self._lost,
-                dropped_blocks=self._dropped,
+                lost_blocks=ledger.lost,
+                dropped_blocks=ledger.dropped,
                 staging_bytes=staging_bytes,
                 more={"puts_retried": self._retried, "reads_failed_by_code": dict(self._failed)},
             )

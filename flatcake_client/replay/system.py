@@ -31,7 +31,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -156,6 +157,51 @@ def counted_since(before: SystemStats, now: SystemStats) -> SystemStats:
         lost_blocks=gained("lost_blocks"),
         dropped_blocks=gained("dropped_blocks"),
     )
+
+
+def names_of(keys: KeyArray) -> list[bytes]:
+    """Of blocks, to look up in a dict."""
+    return [key.tobytes() for key in keys]
+
+
+class Ledger:
+    """What a store accepted, and what of it is not there when it is asked for again. Thread-safe.
+
+    It is lost where all that was ever accepted fits `room_blocks`, and was dropped for room where not.
+    """
+
+    def __init__(self, room_blocks: int) -> None:
+        self._room_blocks = room_blocks
+        self._lock = threading.Lock()
+        self._kept: dict[Hashable, None] = {}
+        self._accepted = 0
+        self.lost = self.dropped = 0
+
+    def accept(self, keys: Iterable[Hashable]) -> None:
+        with self._lock:
+            before = len(self._kept)
+            self._kept.update(dict.fromkeys(keys))
+            self._accepted += len(self._kept) - before
+
+    def known(self, keys: Iterable[Hashable]) -> set[Hashable]:
+        """Those that were accepted and not missed since: to ask before the store is asked."""
+        with self._lock:
+            return {key for key in keys if key in self._kept}
+
+    def miss(self, known: set[Hashable], keys: Iterable[Hashable]) -> None:
+        """These are not there. Those of them that were `known` before count once, until they are accepted again."""
+        with self._lock:
+            gone = [key for key in keys if key in known and key in self._kept]
+            for key in gone:
+                del self._kept[key]
+            if self._accepted <= self._room_blocks:
+                self.lost += len(gone)
+            else:
+                self.dropped += len(gone)
+
+    def kept(self) -> list[Any]:
+        with self._lock:
+            return list(self._kept)
 
 
 class System(Protocol):

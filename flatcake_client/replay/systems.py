@@ -22,7 +22,7 @@ import numpy as np
 
 import flatcake_client as fc
 from flatcake_client.replay.node import Node
-from flatcake_client.replay.system import Asked, Budget, Found, Pages, Slots, SystemStats
+from flatcake_client.replay.system import Asked, Budget, Found, Ledger, Pages, Slots, SystemStats, names_of
 from flatcake_transport.errors import FlatCakeError
 
 ABLATIONS: Final = ("one-queue", "eviction-layout", "no-merge", "window-of-one", "memory-off")
@@ -79,10 +79,14 @@ class FlatCakeSystem:
         self._random = np.random.default_rng(0)
         self._read = {"memory": 0, "ssd": 0}
         self._short = self._rejected = 0
+        self._ledger = Ledger(budget.ssd_bytes // budget.block_bytes)
         self._homes: dict[str, int] = {}
 
     def lookup(self, asked: Asked) -> Found:
+        names = names_of(asked.keys)
+        known = self._ledger.known(names)
         hit = self._space.lookup(asked.keys)
+        self._ledger.miss(known, names[hit.blocks :])
         if not hit.blocks:
             hit.release()
             return Found(0)
@@ -133,6 +137,7 @@ class FlatCakeSystem:
             with self._lock:
                 self._rejected += end - first_block
             return 0
+        self._ledger.accept(names_of(asked.keys[:end]))
         with self._lock:
             for part in turn.parts:
                 self._homes[part.reason] = self._homes.get(part.reason, 0) + part.blocks
@@ -149,10 +154,12 @@ class FlatCakeSystem:
                 read_commands=client.read_commands,
                 cancelled_restores=self._short,
                 rejected_blocks=self._rejected,
-                lost_blocks=client.corrupt_segments,
+                lost_blocks=self._ledger.lost,
+                dropped_blocks=self._ledger.dropped,
                 staging_bytes=sum(pool.bytes_made for pool in client.staging.values()),
                 more={
                     "file_bytes_read": client.bytes_read,
+                    "corrupt_segments": client.corrupt_segments,
                     "blocks_by_home": dict(self._homes),
                     "staging_waits": sum(pool.waits for pool in client.staging.values()),
                     "turns_committed": client.turns_committed,

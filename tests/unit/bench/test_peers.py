@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -94,15 +93,3 @@ def test_a_deployment_that_mooncake_does_not_have_is_refused(monkeypatch: pytest
 def test_a_key_is_its_hexadecimal_name() -> None:
     keys = np.arange(32, dtype=np.uint8).reshape(2, 16)
     assert mooncake.key_names(keys) == [bytes(range(16)).hex(), bytes(range(16, 32)).hex()]
-
-
-def test_what_is_gone_is_lost_only_while_everything_would_fit() -> None:
-    settings = mooncake.Settings.for_budget(budget(), "embedded")
-    roomy, full = mooncake.Counts(), mooncake.Counts()
-    tight = dataclasses.replace(settings, ssd_bytes=settings.block_bytes)
-    for counts in (roomy, full):
-        counts.accepted(["a", "b"])
-    roomy.looked_up(["a", "b"], ["ssd", None], settings)
-    full.looked_up(["a", "b"], ["ssd", None], tight)
-    assert (roomy.stats(0).lost_blocks, roomy.stats(0).dropped_blocks) == (1, 0)
-    assert (full.stats(0).lost_blocks, full.stats(0).dropped_blocks) == (0, 1)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatcake_client.replay.system import Found, SystemStats, counted_since, open_adapter
+from flatcake_client.replay.system import Found, Ledger, SystemStats, counted_since, open_adapter
 
 
 def test_an_adapter_is_a_file_with_open_system(tmp_path):
@@ -37,3 +37,25 @@ def test_what_happened_between_two_counts():
     now = SystemStats({"ssd": 9, "memory": 2}, read_commands=10, lost_blocks=4, staging_bytes=8, more={"a": 1})
     found = counted_since(before, now)
     assert found == SystemStats({"ssd": 4, "memory": 2}, 7, lost_blocks=4, staging_bytes=8, more={"a": 1})
+
+
+def test_what_is_gone_is_lost_only_while_everything_would_fit():
+    roomy, full = Ledger(2), Ledger(1)
+    for ledger in (roomy, full):
+        ledger.accept(["a", "b"])
+        ledger.accept(["a"])
+        known = ledger.known(["a", "b", "c"])
+        assert known == {"a", "b"}
+        ledger.miss(known, ["b", "c"])
+        ledger.miss(known, ["b"])
+        assert ledger.kept() == ["a"]
+    assert (roomy.lost, roomy.dropped) == (1, 0)
+    assert (full.lost, full.dropped) == (0, 1)
+
+
+def test_what_is_accepted_while_the_store_is_asked_is_not_lost():
+    ledger = Ledger(2)
+    known = ledger.known(["a"])
+    ledger.accept(["a"])
+    ledger.miss(known, ["a"])
+    assert (ledger.lost, ledger.dropped) == (0, 0)
