@@ -42,6 +42,13 @@ venv: $(VENV)/.stamp  ## the virtual environment in .venv, with all that develop
 demo: $(VENV)/.stamp  ## a model's prefill stored, restored and compared, with a daemon of its own
 	flatcake demo
 
+# Redis comes from the distribution: as root it is installed (RUNLEVEL: without starting a service), else the demo says what to do.
+demo-cluster: $(VENV)/.stamp  ## three nodes and a Redis: a session that moves between them, kill -9 of one, every token compared
+	@command -v redis-server valkey-server >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
+	  || RUNLEVEL=1 apt-get install -qq -y --no-install-recommends redis-server >&2 \
+	  || { apt-get update -qq && RUNLEVEL=1 apt-get install -qq -y --no-install-recommends redis-server >&2; } || true
+	flatcake demo --cluster
+
 test: $(VENV)/.stamp  ## all tests that this machine can run; what it cannot is skipped and said
 	$(PYTEST) $(ARGS)
 
@@ -111,4 +118,4 @@ deploy/flatcake.toml: $(VENV)/.stamp flatcake_server/config.py flatcake_server/c
 clean:  ## all that these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help venv demo test peers test-engines test-fabric gpu soak bench bench-replay check proto proto-check clean
+.PHONY: help venv demo demo-cluster test peers test-engines test-fabric gpu soak bench bench-replay check proto proto-check clean

@@ -36,6 +36,7 @@ from flatcake_server.doctor import examine
 from flatcake_transport.errors import FlatCakeError
 
 _DEMO_MODULE: Final = "flatcake_client.engines.demo"  # the client's side: started, never imported from here
+_CLUSTER_DEMO_MODULE: Final = "flatcake_client.engines.demo_cluster"
 _INTERRUPTED: Final = 130  # what a shell expects after ^C
 # typer brings click in one version and carries its own copy in another; either way this is the base of its usage errors.
 _ClickError: Any = typer.BadParameter.__bases__[0].__bases__[0]
@@ -104,9 +105,14 @@ def doctor(
 
 
 @app.command()
-def demo(json: Json = False) -> None:
+def demo(
+    json: Json = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Three nodes and a Redis: a session that moves between them.")
+    ] = False,
+) -> None:
     """Restore a real model's prefill from the store, in a daemon of its own, and compare every token."""
-    command = [sys.executable, "-m", _DEMO_MODULE, *(["--json"] if json else [])]
+    command = [sys.executable, "-m", _CLUSTER_DEMO_MODULE if cluster else _DEMO_MODULE, *(["--json"] if json else [])]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 

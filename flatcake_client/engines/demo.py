@@ -15,40 +15,30 @@ an ordinary Qwen3 in bfloat16; a step of an agent is small beside its context, a
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.util
-import json
-import logging
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from flatcake_client.engines.demo_command import Say, Told, command
 from flatcake_client.engines.demo_processes import (
     DaemonProcess,
-    DemoFailed,
     EngineProcess,
     raw_read_rates,
     undisturbed,
 )
 from flatcake_client.engines.demo_report import Figures, Outcome, Record, document, show
 
-Say = Callable[[str], None]
-
-EXIT_DIFFERS: Final = 1
-EXIT_UNAVAILABLE: Final = 3
-EXIT_INTERRUPTED: Final = 130
 KILL_AFTER_S: Final = 0.1
 RESTORE_ROUNDS: Final = 40  # of some 10 ms
 RAW_ROUNDS: Final = 4  # of a sweep of 12 settings
-PIPE_COLUMNS: Final = 120  # rich assumes 80 where there is no terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,34 +258,19 @@ def _story(scale: Scale, directory: Path, say: Say) -> Iterator[Story]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(prog="flatcake demo", description="Agents, chats and kill -9, on one node.")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--directory", type=Path, help="where session files go meanwhile (default: a temporary one)")
-    options = parser.parse_args(arguments)
-    from rich.console import Console
 
-    # While the daemon starts it is out of reach, which is no news here.
-    logging.getLogger("flatcake_client").addHandler(logging.NullHandler())
-    # So that a demo that is told to stop takes its processes with it.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    scale = Scale()
-    errors = Console(stderr=True, highlight=False)
-    try:
-        for module in ("torch", "transformers"):
-            if importlib.util.find_spec(module) is None:
-                raise DemoFailed(f"{module} is not installed: pip install 'flatcake[transformers]'")  # noqa: TRY301
-        with errors.status("starting", spinner="dots") as status:
-            outcome = run_demo(scale, options.directory, status.update)
-    except (DemoFailed, OSError) as error:
-        errors.print(f"flatcake demo: {error}", markup=False)
-        return EXIT_UNAVAILABLE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    if options.json:
-        print(json.dumps(document(outcome, asdict(scale)), indent=2))  # noqa: T201
-    else:
-        show(outcome, Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS))
-    return 0 if outcome.proved else EXIT_DIFFERS
+    def tell(directory: Path | None, say: Say) -> Told:
+        scale = Scale()
+        outcome = run_demo(scale, directory, say)
+        return Told(outcome.proved, document(outcome, asdict(scale)), partial(show, outcome))
+
+    return command(
+        arguments,
+        program="flatcake demo",
+        description="Agents, chats and kill -9, on one node.",
+        needs={"torch": "transformers", "transformers": "transformers"},
+        tell=tell,
+    )
 
 
 if __name__ == "__main__":

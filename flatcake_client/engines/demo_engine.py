@@ -29,15 +29,18 @@ from flatcake_client.engines.transformers import RequestHints, TransformersEngin
 Answer = dict[str, Any]
 
 WINDOW_HALF_BYTES: Final = 4 << 20
+TIMEOUT_S: Final = 2.0
 
 
 class DemoEngine:
     """One model on one daemon."""
 
-    def __init__(self, endpoint: str, shape: ModelShape, dtype: torch.dtype, block_tokens: int) -> None:
+    def __init__(
+        self, endpoint: str, shape: ModelShape, dtype: torch.dtype, block_tokens: int, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self._model = make_model(shape, dtype=dtype)
         # Small halves, since sessions here are small: of 25 MB, two halves of 16 MiB would hardly overlap.
-        self._client = fc.connect(endpoint, name="demo-engine", window_half_bytes=WINDOW_HALF_BYTES)
+        self._client = fc.connect(endpoint, timeout_s, name="demo-engine", window_half_bytes=WINDOW_HALF_BYTES)
         self._engine = TransformersEngine(self._model, self._client, block_tokens=block_tokens)
         # Libraries choose their kernels at the first call: no request of the demo should pay for that.
         self._engine.generate([1] * 100, 2, cached=False)
@@ -120,11 +123,11 @@ class DemoEngine:
 
 
 def main() -> None:
-    """`demo_engine ENDPOINT SETUP`: setup is JSON of `shape`, `dtype`, `block_tokens`. Ends with its standard input."""
+    """`demo_engine ENDPOINT SETUP`: JSON of `shape`, `dtype`, `block_tokens`, and `timeout_s` if one likes. Ends with its standard input."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
     endpoint, setup = sys.argv[1], json.loads(sys.argv[2])
     shape, dtype = ModelShape(**setup["shape"]), getattr(torch, setup["dtype"])
-    engine = DemoEngine(endpoint, shape, dtype, setup["block_tokens"])
+    engine = DemoEngine(endpoint, shape, dtype, setup["block_tokens"], setup.get("timeout_s", TIMEOUT_S))
     print("{}", flush=True)  # noqa: T201  ready
     for line in sys.stdin:
         print(json.dumps(engine.answer(json.loads(line))), flush=True)  # noqa: T201

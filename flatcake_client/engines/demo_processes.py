@@ -1,6 +1,6 @@
-"""The demo's two processes, and what the disk itself can do.
+"""The demos' processes, and what the disk itself can do.
 
-Both are killed with SIGKILL at moments of the demo's choice and started again: the daemon on the same directory, the engine
+They are killed with SIGKILL at moments of the demo's choice and started again: a daemon on the same directory, an engine
 with nothing. Their logs are files beside it, shown when something is not as it should be.
 """
 
@@ -13,10 +13,12 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +26,7 @@ from typing import Any, Final
 import flatcake_client as fc
 from flatcake_transport.window import aligned_buffer
 
-START_TIMEOUT_S: Final = 60.0
+START_TIMEOUT_S: Final = 120.0  # a busy machine takes a minute to import torch three times
 ANSWER_TIMEOUT_S: Final = 120.0
 PAUSE_S: Final = 0.05
 LOG_TAIL_CHARACTERS: Final = 2000
@@ -95,15 +97,20 @@ class _Process:
 
 
 class DaemonProcess(_Process):
-    """`flatcake serve` on a directory, reached through a unix socket only."""
+    """`flatcake serve` on a directory, reached through a unix socket.
 
-    def __init__(self, directory: Path, *flags: str) -> None:
+    `in_cluster`: peers reach it over loopback, and `wait` can ask for its status.
+    """
+
+    def __init__(self, directory: Path, *flags: str, in_cluster: bool = False) -> None:
+        self._http = f"127.0.0.1:{free_port()}" if in_cluster else "off"
         self._socket = directory / "fc.sock"
         ssd_path = directory / "ssd"
         ssd_path.mkdir(exist_ok=True)
         places = ["--ssd-paths", str(ssd_path), "--socket", str(self._socket)]
+        listen = ["--grpc-listen", "127.0.0.1:0" if in_cluster else "off", "--http-listen", self._http]
         super().__init__(
-            [*_flatcake(), "serve", *places, "--grpc-listen", "off", "--http-listen", "off", *flags],
+            [*_flatcake(), "serve", *places, *listen, *flags],
             directory / "daemon.log",
         )
         self.ssd_path = ssd_path
@@ -123,6 +130,22 @@ class DaemonProcess(_Process):
                     return
                 time.sleep(PAUSE_S)
         raise self.failed("it does not answer")
+
+    def wait(self, condition: Callable[[dict[str, Any]], bool], what: str) -> None:
+        """Until its status is so. Raises: DemoFailed: it ended, or that never comes."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        # Not through whatever proxy the user's shell has.
+        ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        while time.monotonic() < deadline_s:
+            _ = self.child
+            with (
+                contextlib.suppress(OSError),
+                ask(f"http://{self._http}/status", timeout=ANSWER_TIMEOUT_S) as said,
+            ):
+                if condition(json.load(said)):
+                    return
+            time.sleep(PAUSE_S)
+        raise self.failed(f"{what}: it did not come to that")
 
     def check(self) -> bool:
         """The law, on the living daemon: every byte free, reserved or indexed, exactly one."""
@@ -166,6 +189,50 @@ class EngineProcess(_Process):
             raise self.failed("it ended" if readable else "it does not answer")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+class RedisProcess(_Process):
+    """A redis-server of its own, on loopback, that keeps nothing.
+
+    Raises: DemoFailed: there is none on this machine.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        server = shutil.which("redis-server") or shutil.which("valkey-server")
+        if server is None:
+            raise DemoFailed(
+                "no redis-server and no valkey-server on this machine: apt-get install redis-server (the directory of the "
+                "cluster is in it)"
+            )
+        self.port = free_port()
+        where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory)]
+        super().__init__([server, *where, "--save", "", "--appendonly", "no"], directory / "redis.log")
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def wait_ready(self) -> None:
+        """Raises: DemoFailed: it ended, or does not answer in time."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            _ = self.child
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.port), PAUSE_S * 20) as wire,
+            ):
+                wire.sendall(b"PING\r\n")
+                if wire.recv(64).startswith(b"+PONG"):
+                    return
+            time.sleep(PAUSE_S)
+        raise self.failed("it does not answer")
+
+
+def free_port() -> int:
+    """A port of loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _flatcake() -> list[str]:

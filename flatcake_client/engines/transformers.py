@@ -70,11 +70,12 @@ class RequestHints:
 class Restored:
     """What a restore brought. `bytes_read`: from files, with alignment and gaps; `restore_s`: all of the moving, no lookup.
 
-    `waited_s`: how long prefill stood still for it; the rest of `restore_s` was overlapped.
+    `waited_s`: how long prefill stood still for it; the rest was overlapped. `blocks_by_place`: "ssd@7" is SSD of node 7.
     """
 
     tokens: int = 0
     bytes_by_medium: dict[str, int] = field(default_factory=dict)
+    blocks_by_place: dict[str, int] = field(default_factory=dict)
     read_commands: int = 0
     bytes_read: int = 0
     restore_s: float = 0.0
@@ -352,9 +353,11 @@ class TransformersEngine:
         if usable < hit.blocks:
             self._count(restores_cut=1)
         self._say("restore", f"{usable} of {hit.blocks} blocks came back: the rest is computed" * (usable < hit.blocks))
+        places = _blocks_by_place(hit, usable)
         return Restored(
             tokens=usable * self._block_tokens,
-            bytes_by_medium=_bytes_by_medium(hit, usable),
+            bytes_by_medium=_bytes_by_medium(places, sum(hit.spec.plane_bytes)),
+            blocks_by_place=places,
             read_commands=stats.read_commands,
             bytes_read=stats.bytes_read,
             restore_s=restore_s,
@@ -435,11 +438,18 @@ class TransformersEngine:
             self._counts.update(counts)
 
 
-def _bytes_by_medium(hit: Hit, blocks: int) -> dict[str, int]:
-    """Bytes of the first blocks of a hit, by "memory" and "ssd"."""
-    sums = {"memory": 0, "ssd": 0}
+def _blocks_by_place(hit: Hit, blocks: int) -> dict[str, int]:
+    """The first blocks of a hit, by medium and node."""
+    counts: Counter[str] = Counter()
     for run in hit.runs:
         taken = min(run.blocks, blocks)
-        sums[run.segment.medium.name.lower()] += taken * sum(hit.spec.plane_bytes)
+        counts[f"{run.segment.medium.name.lower()}@{run.segment.node}"] += taken
         blocks -= taken
+    return {place: count for place, count in counts.items() if count}
+
+
+def _bytes_by_medium(blocks_by_place: dict[str, int], block_bytes: int) -> dict[str, int]:
+    sums = {"memory": 0, "ssd": 0}
+    for place, blocks in blocks_by_place.items():
+        sums[place.partition("@")[0]] += blocks * block_bytes
     return sums

@@ -106,7 +106,7 @@ def test_the_example_engine_reaches_the_daemon_s_socket(documents):
 
 def test_make_and_ci_have_their_targets():
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
-    assert {"demo", "test", "check", "bench", "proto", "gpu", "soak", "venv"} <= targets
+    assert {"demo", "demo-cluster", "test", "check", "bench", "proto", "gpu", "soak", "venv"} <= targets
     assert {"make check", "make test"} <= set(text_of(".ci/run").splitlines())
     for repository in yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"]:
         assert repository["repo"] == "local"

@@ -256,7 +256,11 @@ def test_demo_is_a_process_of_its_own_and_its_code_is_ours(flatcake, monkeypatch
 
     monkeypatch.setattr(cli.subprocess, "run", run)
     assert flatcake("demo", "--json")[0] == 1
-    assert ran == [([sys.executable, "-m", "flatcake_client.engines.demo", "--json"], False)]
+    assert flatcake("demo", "--cluster")[0] == 1
+    assert ran == [
+        ([sys.executable, "-m", "flatcake_client.engines.demo", "--json"], False),
+        ([sys.executable, "-m", "flatcake_client.engines.demo_cluster"], False),
+    ]
 
 
 def test_help_and_version(flatcake):
