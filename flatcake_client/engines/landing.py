@@ -7,12 +7,15 @@ values lie apart and densely, so what has landed is, without another copy, the t
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
+
+from flatcake_client import Hit
 
 LANDINGS_KEPT: Final = 2
 
@@ -75,3 +78,21 @@ class Landings:
         """Keep the largest."""
         with self._lock:
             self._kept = sorted([*self._kept, landing], key=lambda kept: -kept.capacity)[:LANDINGS_KEPT]
+
+
+def blocks_by_place(hit: Hit, blocks: int) -> dict[str, int]:
+    """The first blocks of a hit, by medium and node."""
+    counts: Counter[str] = Counter()
+    for run in hit.runs:
+        taken = min(run.blocks, blocks)
+        counts[f"{run.segment.medium.name.lower()}@{run.segment.node}"] += taken
+        blocks -= taken
+    return {place: count for place, count in counts.items() if count}
+
+
+def bytes_by_medium(places: dict[str, int], block_bytes: int) -> dict[str, int]:
+    """The same in bytes, over all nodes."""
+    sums = {"memory": 0, "ssd": 0}
+    for place, blocks in places.items():
+        sums[place.partition("@")[0]] += blocks * block_bytes
+    return sums

@@ -32,7 +32,7 @@ import torch
 
 from flatcake_client import Client, Hit, Overloaded, Part, RestoreStats, Space, Turn
 from flatcake_client.arrival import Arrival
-from flatcake_client.engines.landing import Landing, Landings
+from flatcake_client.engines.landing import Landing, Landings, blocks_by_place, bytes_by_medium
 from flatcake_client.engines.probing import forward_arguments, probe, weights_digest
 
 if TYPE_CHECKING:
@@ -353,10 +353,10 @@ class TransformersEngine:
         if usable < hit.blocks:
             self._count(restores_cut=1)
         self._say("restore", f"{usable} of {hit.blocks} blocks came back: the rest is computed" * (usable < hit.blocks))
-        places = _blocks_by_place(hit, usable)
+        places = blocks_by_place(hit, usable)
         return Restored(
             tokens=usable * self._block_tokens,
-            bytes_by_medium=_bytes_by_medium(places, sum(hit.spec.plane_bytes)),
+            bytes_by_medium=bytes_by_medium(places, sum(hit.spec.plane_bytes)),
             blocks_by_place=places,
             read_commands=stats.read_commands,
             bytes_read=stats.bytes_read,
@@ -436,20 +436,3 @@ class TransformersEngine:
     def _count(self, **counts: int) -> None:
         with self._lock:
             self._counts.update(counts)
-
-
-def _blocks_by_place(hit: Hit, blocks: int) -> dict[str, int]:
-    """The first blocks of a hit, by medium and node."""
-    counts: Counter[str] = Counter()
-    for run in hit.runs:
-        taken = min(run.blocks, blocks)
-        counts[f"{run.segment.medium.name.lower()}@{run.segment.node}"] += taken
-        blocks -= taken
-    return {place: count for place, count in counts.items() if count}
-
-
-def _bytes_by_medium(blocks_by_place: dict[str, int], block_bytes: int) -> dict[str, int]:
-    sums = {"memory": 0, "ssd": 0}
-    for place, blocks in blocks_by_place.items():
-        sums[place.partition("@")[0]] += blocks * block_bytes
-    return sums
