@@ -312,8 +312,7 @@ class SimNode:
         for other in self.world.nodes:  # links to it and from it end, and are seen to
 
             def seen(other: SimNode = other) -> None:
-                if other.alive:
-                    other.leases.release_client(self.world.peer_id(self))
+                if other.alive:  # what it was lent lapses: its engines may read on
                     other.loans.end_of_node(self.me.node_id, self.me.incarnation)
 
             self.world.network.later(self.world.random.uniform(0.0, TIMEOUT_S), seen)

@@ -1,8 +1,10 @@
 """Leases that other nodes gave us for our clients' lookups. Pure: the clock is an argument.
 
 A lookup that goes on at another node has two leases: ours, which the client knows, and the owner's, which we hold for it. The
-owner's ends by release, by expiry, or with our connection to it; all of that is seen here as "not alive" at the latest when
-the owner sees it, because its end is counted from before it was asked. A loan belongs to one incarnation of its owner.
+owner's ends by release or by expiry, which is seen here as "not alive" before the owner sees it, because its end is counted
+from before it was asked. When our connection to the owner ends, the loan cannot be renewed any more and is given up here; a
+client that does not know yet reads on until its time is over, which the owner waits for. A loan belongs to one incarnation
+of its owner.
 """
 
 from __future__ import annotations

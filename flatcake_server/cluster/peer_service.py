@@ -1,8 +1,10 @@
 """What other nodes ask of this one: who it is, how long a prefix it holds, and a lease on it.
 
 A peer greets, proves that it knows the cluster's token, and stays attached as long as its stream is open. To the store it is a
-client: its leases are pinned, renewed, released and expire as those of engines, and end with the stream. How our memory
-and disks are reached (UCX address, rkey, NVMe-oF) is said to attached peers only.
+client: its leases are pinned, renewed, released and expire as those of engines. But they do not end with the stream: its
+engines read one-sided, past both daemons, and do not hear of a link that broke. Nobody can renew them any more, so they
+lapse, and until then nothing of theirs is used again. How our memory and disks are reached (UCX address, rkey, NVMe-oF)
+is said to attached peers only.
 
 Survived: greetings that are never completed (a bounded table, the oldest goes), a peer that restarts (its older attachments
 end at once), one that vanishes (keepalive ends its stream), one that attaches again and again.
@@ -139,7 +141,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 yield peer_pb2.Attached(incarnation=self._me.incarnation)
         finally:
             del self._attached[client.client_id]
-            self._store.retirement.spawn(self._store.client_gone(client.client_id))
+            self._store.clients.remove(client.client_id)
 
     async def Probe(self, request: peer_pb2.ProbeRequest, context: Context) -> peer_pb2.ProbeReply:  # noqa: N802
         await self._known(request, context)

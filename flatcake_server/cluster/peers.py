@@ -241,7 +241,7 @@ class Peers:
         return reply, shake
 
     async def _watch(self, link: Link) -> None:
-        """Until its stream ends or is silent: then the peer has given back, or will, what it lent us."""
+        """Until its stream ends or is silent: then nothing that the peer lent us can be renewed."""
         try:
             while isinstance(await asyncio.wait_for(link.life.read(), self._timeout_s), peer_pb2.Attached):
                 pass

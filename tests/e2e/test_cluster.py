@@ -27,7 +27,7 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trio(tmp_path_factory, server):
     root = tmp_path_factory.mktemp("nodes")
-    nodes = [node(root, n, directory="redis", redis_url=server.url) for n in (1, 2, 3)]
+    nodes = [node(root, n, directory="redis", redis_url=server.url, lease_ttl="8s") for n in (1, 2, 3)]
     with contextlib.ExitStack() as stack:
         for each in nodes:
             stack.callback(each.__exit__)
@@ -120,7 +120,7 @@ def test_a_killed_node_is_a_miss_in_time_and_back_on_another_port_a_hit(three):
         assert cluster_of(one)["loans"] >= 1
 
 
-def test_a_lease_ends_with_its_owner_and_with_the_link_to_it(three):
+def test_a_lease_ends_with_its_owner_and_lapses_with_the_link_to_it(three):
     one, two, other = three
     keys = keys_of(32, seed=13)
     store(two, keys)
