@@ -188,12 +188,16 @@ class Hit:
 
 
 def _sources(client: Client, found: Found, connection: Connection, asked_s: float) -> list[RemoteSource]:
-    """Where the hit lies at other nodes. Without a way back to the hit: it ends when nobody has it any more."""
+    """Where the hit lies at other nodes. Without a way back to the hit: it ends when nobody has it any more.
+
+    The owner's lease hangs on ours here, so it is counted on for no longer than ours lives, whatever the owner's ttl.
+    """
     sources: list[RemoteSource] = []
     report = partial(_report, client, connection)
     for node in found.nodes:
         renew = partial(_renew_remote, connection, found.lease_id)
-        lease = Lease(node.lease_id, node.lease_ttl_s, asked_s, renew, connection.lost)
+        ttl_s = min(node.lease_ttl_s, connection.welcome.lease_ttl_s)
+        lease = Lease(node.lease_id, ttl_s, asked_s, renew, connection.lost)
         file_ids = {run.file_id for run in found.runs if run.segment.node == node.node_id and run.file_id}
         if node.arena is not None:
             tools = client.tools.remote(client.timeout_s)

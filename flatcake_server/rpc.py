@@ -132,8 +132,15 @@ def _fingerprint(data: bytes) -> Fingerprint:
     return Fingerprint(data)
 
 
+def _left_s(context: Context) -> float:
+    """How long the caller waits."""
+    left_s = context.time_remaining()
+    return float("inf") if left_s is None else left_s
+
+
 class Remote(Protocol):
-    """The other nodes. Nothing here raises: what cannot be had there is a shorter hit."""
+    """The other nodes. Nothing here raises, or takes more than half of the caller's `time_s`: what cannot be had there, or
+    not in time, is a shorter hit."""
 
     async def extend(
         self,
@@ -149,7 +156,7 @@ class Remote(Protocol):
         """Add the runs of the node that holds most of what is missing behind block `held`, and what is needed to read them."""
         ...  # fmt: skip
 
-    async def renewed(self, lease_ids: Sequence[int]) -> list[int]:
+    async def renewed(self, lease_ids: Sequence[int], *, time_s: float) -> list[int]:
         """These leases were renewed here; of which all that hangs on them elsewhere is alive."""
         ...
 
@@ -247,11 +254,10 @@ class StoreService(store_pb2_grpc.StoreServicer):
             reply = store_pb2.LookupReply(lease_id=found.lease_id, incarnation=self._identity.incarnation)
             add_runs(reply.runs, found.runs)
             if request.remote and self._remote is not None:
-                left_s = context.time_remaining()
                 try:
                     await self._remote.extend(
                         reply, client_id, self._store.spaces[fingerprint], keys, sum(run.blocks for run in found.runs),
-                        pin=request.pin, time_s=float("inf") if left_s is None else left_s,
+                        pin=request.pin, time_s=_left_s(context),
                     )  # fmt: skip
                 except asyncio.CancelledError:  # nobody will know of this lease
                     self._store.release(client_id, [reply.lease_id])
@@ -262,7 +268,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
     async def Renew(self, request: store_pb2.RenewRequest, context: Context) -> store_pb2.RenewReply:  # noqa: N802
         async with self._edge(context, "renew"):
             alive = self._store.renew(self._known(request), request.lease_ids)
-            remote = await self._remote.renewed(alive) if self._remote is not None else []
+            remote = await self._remote.renewed(alive, time_s=_left_s(context)) if self._remote is not None else []
             return store_pb2.RenewReply(alive=alive, alive_remote=remote)
 
     async def Release(self, request: store_pb2.ReleaseRequest, context: Context) -> store_pb2.ReleaseReply:  # noqa: N802

@@ -120,11 +120,13 @@ class Peers:
         request = peer_pb2.ProbeRequest(peer_id=link.peer_id, keys=b"".join(keys))
         return bytes((await self._ask(link, "probe", link.stub.Probe, request, self._timeout_s)).held)
 
-    async def prolong(self, node_id: int, incarnation: bytes, lease_ids: Sequence[int]) -> list[int]:
+    async def prolong(
+        self, node_id: int, incarnation: bytes, lease_ids: Sequence[int], *, timeout_s: float
+    ) -> list[int]:
         """Which of the leases live on."""
         link = self._standing(node_id, incarnation)
         request = peer_pb2.ProlongRequest(peer_id=link.peer_id, lease_ids=lease_ids)
-        return list((await self._ask(link, "prolong", link.stub.Prolong, request, self._timeout_s)).alive)
+        return list((await self._ask(link, "prolong", link.stub.Prolong, request, timeout_s)).alive)
 
     async def give_back(self, node_id: int, incarnation: bytes, lease_ids: Sequence[int]) -> None:
         link = self._standing(node_id, incarnation)

@@ -78,6 +78,9 @@ class RemoteLookup:
         except (FlatCakeError, TimeoutError) as error:
             self.counts["remote_failures"] += 1
             log.info("a lookup ends with the local blocks: %s", error or "no answer in time")
+        except asyncio.CancelledError:  # the caller gave up
+            self.counts["remote_failures"] += 1
+            raise
         except Exception:
             self.counts["remote_failures"] += 1
             log.exception("a remote lookup failed in a way nobody foresaw; it ends with the local blocks")
@@ -119,16 +122,18 @@ class RemoteLookup:
         found = await self.peers.find(
             member, spec.to_json(), keys.tobytes(), pin=pin, timeout_s=PEER_SHARE * (deadline_s - asked_s)
         )
-        blocks = _checked(found, member, len(keys))
+        blocks = _checked(found, member, len(keys), pin=pin)
         if not blocks:
             self.counts["stale_hints"] += 1
             return 0
         ttl_s = found.lease_ttl_ms / 1000
         if found.lease_id:
-            if not reply.lease_id:
-                reply.lease_id = self.store.leases.grant(client_id, (), self.now_s()).lease_id
             loan = Loan(member.node_id, member.incarnation, found.lease_id, ttl_s, asked_s + ttl_s)
-            self.loans.add(reply.lease_id, loan)
+            try:
+                self._hang_on(reply, client_id, loan)
+            except FlatCakeError:
+                self._give_back([loan])
+                raise
         reply.runs.extend(found.runs)
         reply.nodes.add(
             node_id=member.node_id,
@@ -142,9 +147,19 @@ class RemoteLookup:
         )
         return blocks
 
-    async def renewed(self, lease_ids: Sequence[int]) -> list[int]:
+    def _hang_on(self, reply: store_pb2.LookupReply, client_id: int, loan: Loan) -> None:
+        """Raises: Overloaded: as many leases, here or of other nodes, as there may be; nothing is kept."""
+        fresh = 0 if reply.lease_id else self.store.leases.grant(client_id, (), self.now_s()).lease_id
+        try:
+            self.loans.add(reply.lease_id or fresh, loan)
+        except FlatCakeError:
+            self.store.release(client_id, [fresh])
+            raise
+        reply.lease_id = reply.lease_id or fresh
+
+    async def renewed(self, lease_ids: Sequence[int], *, time_s: float) -> list[int]:
         """As the wire asks for it (rpc.Remote)."""
-        asked_s = self.now_s()
+        asked_s, timeout_s = self.now_s(), min(self.timeout_s, time_s / 2)
         by_owner: dict[tuple[int, bytes], dict[int, Loan]] = {}
         for lease_id in lease_ids:
             if (loan := self.loans.get(lease_id, asked_s)) is not None:
@@ -154,7 +169,7 @@ class RemoteLookup:
         async def of_one(owner: tuple[int, bytes], loans: dict[int, Loan]) -> None:
             try:
                 ids = [loan.lease_id for loan in loans.values()]
-                living = set(await self.peers.prolong(*owner, ids))
+                living = set(await self.peers.prolong(*owner, ids, timeout_s=timeout_s))
             except FlatCakeError as error:
                 log.info("leases of node %d are not renewed: %s", owner[0], error)
                 return
@@ -225,7 +240,7 @@ async def _quietly(telling: Coroutine[Any, Any, None], otherwise: str) -> None:
         log.debug("%s: %s", otherwise, error)
 
 
-def _checked(found: peer_pb2.FindReply, member: Member, asked: int) -> int:
+def _checked(found: peer_pb2.FindReply, member: Member, asked: int, *, pin: bool) -> int:
     """How many blocks were found. Raises: Unavailable: the reply makes no sense."""
     blocks = 0
     for run in found.runs:
@@ -238,4 +253,6 @@ def _checked(found: peer_pb2.FindReply, member: Member, asked: int) -> int:
         blocks += run.blocks
     if blocks > asked:
         raise Unavailable(f"node {member.node_id} found more blocks than it was asked for")
+    if pin and blocks and not found.lease_id:
+        raise Unavailable(f"node {member.node_id} found blocks and pinned none")
     return blocks

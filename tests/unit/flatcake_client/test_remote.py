@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hits import FakeHit, Movers
 from images import FAR, Chain
 
+from flatcake_client.hit import _sources
+from flatcake_client.records import Found, RemoteNode
 from flatcake_client.restore import Restore, RestoreUnavailable
 from flatcake_transport.address import Medium
+from flatcake_transport.remote import RemoteMemory
 from flatcake_transport.space import SpaceSpec
 
 SPEC = SpaceSpec("m", "u8", 4, (64 << 10, 8 << 10, 64 << 10))
@@ -106,3 +113,16 @@ def test_a_node_that_serves_no_memory_is_a_shorter_hit(hit, movers):
     assert hit.remote[0].medium is Medium.MEMORY
     restore._remote[0]._files_of = lambda timeout_s: {}
     assert restore.wait() == 8
+
+
+@pytest.mark.parametrize(("theirs_s", "ours_s"), [(30.0, 10.0), (10.0, 30.0)])
+def test_an_owner_s_lease_is_counted_on_for_no_longer_than_ours(theirs_s, ours_s):
+    """It hangs on ours: when that lapses, the daemon here gives it back."""
+    client: Any = SimpleNamespace(tools=SimpleNamespace(remote=lambda _: None), timeout_s=1.0)
+    connection: Any = SimpleNamespace(welcome=SimpleNamespace(lease_ttl_s=ours_s), lost=lambda: False)
+    far = RemoteNode(3, 5, theirs_s, RemoteMemory(b"w", b"k", 0, 4096), verify=True)
+    asked_s = time.monotonic()
+    (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - 9.5)
+    assert source.lease.alive()
+    (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - 10.5)
+    assert not source.lease.alive()

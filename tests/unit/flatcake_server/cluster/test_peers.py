@@ -314,13 +314,13 @@ def test_leases_are_renewed_given_back_and_outlive_a_link_that_broke(tmp_path):
             leases = two.node.leases
             reply = await peers.find(owner, SPEC.to_json(), keys, pin=True, timeout_s=5)
             assert not reply.fabric.arena, "served only where ucx_listen says so"
-            assert await peers.prolong(2, owner.incarnation, [reply.lease_id, 77]) == [reply.lease_id]
+            assert await peers.prolong(2, owner.incarnation, [reply.lease_id, 77], timeout_s=5) == [reply.lease_id]
             await peers.give_back(2, owner.incarnation, [reply.lease_id])
             assert leases.stats().leases == 0
             await peers.find(owner, SPEC.to_json(), keys, pin=True, timeout_s=5)
             assert leases.stats().leases == 1
             with pytest.raises(Unavailable, match="another one now"):
-                await peers.prolong(2, b"x" * 16, [1])
+                await peers.prolong(2, b"x" * 16, [1], timeout_s=5)
             reply = await peers.find(owner, SPEC.to_json(), keys, pin=True, timeout_s=5)
             found_s = asyncio.get_running_loop().time()
             clients = len(two.node.store.clients)
@@ -329,6 +329,49 @@ def test_leases_are_renewed_given_back_and_outlive_a_link_that_broke(tmp_path):
             assert asyncio.get_running_loop().time() > found_s + 1.5 or leases.get(reply.lease_id) is not None
             await soon(lambda: not leases.stats().leases)
             assert (leases.stats().expired_total, leases.stats().orphaned_total) == (2, 0)
+
+    run(work())
+
+
+def test_a_loan_that_cannot_be_kept_leaves_no_lease(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+            keys = keys_of(16)
+            await asyncio.to_thread(store, two, keys)
+            one.cluster._loans._loans_max = 0
+            assert await found(one, keys) == []
+            await soon(lambda: two.node.leases.stats().leases == 0)
+            assert two.node.leases.stats().released_total == 1
+            assert one.node.leases.stats().leases == 0
+
+    run(work())
+
+
+def test_an_owner_that_is_slow_takes_no_more_than_half_of_a_renewal_s_time(tmp_path):
+    """The client gives it a second; a daemon that does not answer in that is left alone by all its lookups."""
+
+    async def work() -> None:
+        async with nodes(tmp_path, peer_timeout=30.0) as (one, two):
+            keys = keys_of(16)
+            await asyncio.to_thread(store, two, keys)
+            given: list[float] = []
+
+            async def slow(*_: Any, timeout_s: float) -> list[int]:
+                given.append(timeout_s)
+                raise Unavailable("no answer in time")
+
+            def ask() -> tuple[list[int], list[int]]:
+                with Wire(one.endpoint) as wire:
+                    lease_id = remote(wire, keys)[1].lease_id
+                    one.cluster.remote.peers = SimpleNamespace(prolong=slow)
+                    reply = wire.call("Renew", lease_ids=[lease_id])
+                    return list(reply.alive), list(reply.alive_remote)
+
+            alive, elsewhere = await asyncio.to_thread(ask)
+            assert (len(alive), elsewhere) == (1, [])
+            assert len(given) == 1
+            assert 0 < given[0] <= 10, "the wire gives it 20 s"
+            one.cluster.remote.peers = one.cluster.peers
 
     run(work())
 
@@ -354,6 +397,8 @@ def test_a_lookup_that_is_given_up_half_way_leaves_no_lease(tmp_path):
             assert one.node.leases.stats().leases == 1
             call.cancel()
             await soon(lambda: one.node.leases.stats().leases == 0)
+            counted = one.cluster.stats()
+            assert counted.remote_lookups_total == counted.remote_failures_total == 1, "they add up"
 
     run(work())
 
@@ -406,8 +451,11 @@ def a_run(**fields: Any) -> Any:
 )
 def test_a_reply_that_makes_no_sense_is_a_failure(wrong):
     owner = Member(3, b"3" * 16, "")
-    assert _checked(peer_pb2.FindReply(runs=[a_run(), a_run()]), owner, 12) == 12
+    assert _checked(peer_pb2.FindReply(runs=[a_run(), a_run()]), owner, 12, pin=False) == 12
+    assert _checked(peer_pb2.FindReply(), owner, 12, pin=True) == 0
+    with pytest.raises(Unavailable, match="pinned none"):
+        _checked(peer_pb2.FindReply(runs=[a_run()]), owner, 12, pin=True)
     with pytest.raises(Unavailable):
-        _checked(peer_pb2.FindReply(runs=[a_run(), a_run(**wrong)]), owner, 12)
+        _checked(peer_pb2.FindReply(runs=[a_run(), a_run(**wrong)]), owner, 12, pin=False)
     with pytest.raises(Unavailable, match="more blocks"):
-        _checked(peer_pb2.FindReply(runs=[a_run(), a_run()]), owner, 11)
+        _checked(peer_pb2.FindReply(runs=[a_run(), a_run()]), owner, 11, pin=False)
