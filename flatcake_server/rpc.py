@@ -140,7 +140,8 @@ def _left_s(context: Context) -> float:
 
 class Remote(Protocol):
     """The other nodes. Nothing here raises, or takes more than half of the caller's `time_s`: what cannot be had there, or
-    not in time, is a shorter hit."""
+    not in time, is a shorter hit.
+    """
 
     async def extend(
         self,
