@@ -3,7 +3,7 @@
 The only bulk bytes that the daemon itself touches, and those of peers that have no better way (NVMe-oF). Bounded: so many slots,
 a staging each; who finds none waits for its time and is `Overloaded`.
 
-A staging ends by the peer's word, with the lease it was made for, with the peer's attachment, or when it is `STAGED_S` old; the peer
+A staging ends by the peer's word, with the lease it was made for, or when it is `STAGED_S` old; the peer
 counts from before it asked, so it trusts nothing that it fetched later. What is read may be the end of a file that is being
 dropped only if the lease has ended: then the peer does not trust it either.
 
