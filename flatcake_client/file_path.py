@@ -141,6 +141,18 @@ class FilePath:
     def renew_in_s(self) -> float:
         return self._lease.renew_in_s
 
+    @property
+    def holds_window(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def lacks_window(self) -> bool:
+        return self._stream is None and self.layers_done < self._progress.layers
+
+    def take_window(self, timeout_s: float, staging_timeout_s: float) -> None:
+        """Begin to read, if staging is free in time."""
+        self._open(timeout_s, staging_timeout_s)
+
     def land(self) -> None:
         """Nothing of this path is on its way into the engine's memory but within `step`."""
         self.close()
@@ -152,7 +164,7 @@ class FilePath:
         self._runs, self.layers_done = [], self._progress.layers
 
     def close(self) -> None:
-        """Give the window back; reads under way land in it first, by themselves."""
+        """Give the window back; reads under way land in it first, by themselves. What was read ahead is read again with a next one."""
         if self._stream is not None:
             self._reads, self._bytes_read = self.reads, self.bytes_read
             stream, self._stream = self._stream, None

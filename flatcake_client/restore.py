@@ -5,6 +5,7 @@ caller may compute on layer l while layer l+1 is on its way. Paths work side by 
 files, and each medium of each other node that a hit lies on (file_path.py). What all keep to:
 
 - Layers come in order, a bounded piece at a time. A full staging pool makes the next read wait; nothing is cancelled for it.
+  Who waits for one for longer than `HOLD_S` holds no window of another: two restores could wait for each other's.
 - A block is reported only if all its layers were copied while the lease was alive; what fails cuts off its block and
   those behind it, and the blocks before are still brought.
 - The engine's memory is written only inside `wait_layer` and `wait`, and only in slots of blocks that were asked for. Past
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,8 @@ from flatcake_transport.paged import check_span
 from flatcake_transport.plan import GAP_BYTES_MAX
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import Readable, StagingPool
+
+HOLD_S: Final = 0.1  # what was read ahead is kept so long, then read again: some windows of 32 MiB come back meanwhile
 
 
 class RestoreUnavailable(Unavailable):
@@ -238,9 +241,19 @@ class Restore:
                 wait_s = min(left_s, lease.renew_in_s, *(path.renew_in_s for path in self._remote))
                 for each in self._paths:
                     each.ahead(wait_s)
-                min(self._paths, key=lambda path: path.layers_done).step(wait_s)
+                self._step(min(self._paths, key=lambda path: path.layers_done), wait_s)
         if progress.over or self._done(progress.layers - 1):
             self._finish()
+
+    def _step(self, path: FilePath | MemoryPath, wait_s: float) -> None:
+        holders = [each for each in self._paths if isinstance(each, FilePath) and each.holds_window]
+        if isinstance(path, FilePath) and path.lacks_window and holders:
+            path.take_window(wait_s, min(wait_s, HOLD_S))
+            if path.lacks_window:
+                for each in holders:
+                    each.close()
+        else:
+            path.step(wait_s)
 
     def _done(self, layer: int) -> bool:
         return min(path.layers_done for path in self._paths) > layer

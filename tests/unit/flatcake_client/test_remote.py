@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hits import FakeHit, Movers
 from images import FAR, Chain
+from waiting import until
 
 from flatcake_client.hit import _sources
 from flatcake_client.records import Found, RemoteNode
@@ -126,3 +128,23 @@ def test_an_owner_s_lease_is_counted_on_for_no_longer_than_ours(theirs_s, ours_s
     assert source.lease.alive()
     (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - 10.5)
     assert not source.lease.alive()
+
+
+@pytest.mark.parametrize("held", ["near", "far"])
+def test_who_waits_for_one_staging_gives_back_the_other(hit, movers, held):
+    """Else two restores, each with the window that the other one wants, would wait for each other until their deadlines."""
+    tools = movers.reading(hit)
+    near, far = tools.staging, hit.remote[0].tools.staging
+    pages = [np.zeros((16, size), np.uint8) for size in SPEC.plane_bytes]
+    restore, usable = Restore(hit, tools, pages, np.arange(16), 0, 60.0, now_s=hit.clock), []
+    mine, theirs = (near, far) if held == "near" else (far, near)
+    thread = threading.Thread(target=lambda: usable.append(restore.wait()))
+    with mine.open_window(1.0):
+        thread.start()
+        until(lambda: theirs.stats().windows_out == 1)
+        with theirs.open_window(10.0):
+            assert not usable
+    thread.join(20)
+    assert usable == [16]
+    assert in_place(hit, pages, 16)
+    assert near.stats().windows_out == far.stats().windows_out == 0
