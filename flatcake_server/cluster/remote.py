@@ -1,7 +1,7 @@
 """Lookups that go on at another node: two round trips, each within the caller's time, and a lease that hangs on ours.
 
     directory   which nodes hold the anchors beyond the local hit
-    peer        the node with the longest prefix looks its own index up, and pins what it finds
+    peer        the node with the longest prefix looks its own index up, and pins what it finds; if it is gone, the next best
 
 Whatever fails is a shorter hit. An entry that is stale costs the second trip; the owner verifies by key, so it never costs more.
 """
@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from flatcake_proto.v1 import peer_pb2, store_pb2
 from flatcake_server.cluster.anchors import choose, probes
 from flatcake_server.cluster.borrowed import Loan, Loans
-from flatcake_server.cluster.directory import Directory
+from flatcake_server.cluster.directory import Directory, Holder
 from flatcake_server.cluster.members import Member, Membership, State
 from flatcake_server.cluster.peers import Peers
 from flatcake_server.records import KeyArray
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 PEER_SHARE: Final = 0.9  # of the time left: it is the peer that was silent, not the caller that gave up
 STAGE_S_MAX: Final = 10.0  # for one staging, whatever time the caller has
+ASKED_MAX: Final = (
+    2  # nodes a lookup: a node that died a moment ago is in the directory still, and others may hold as much
+)
 DIRECTORY_PAUSE_S: Final = 1.0  # a directory that did not answer a lookup is not asked by the next ones
 
 
@@ -69,10 +73,10 @@ class RemoteLookup:
         deadline_s = self.now_s() + min(self.timeout_s, time_s / 2)
         try:
             async with asyncio.timeout(deadline_s - self.now_s()):
-                member = await self._holder([keys[length - 1].tobytes() for length in lengths.tolist()])
-                blocks = 0
-                if member is not None:
-                    blocks = await self._find(reply, client_id, member, spec, keys[held:], pin, deadline_s)
+                holders = await self._holders([keys[length - 1].tobytes() for length in lengths.tolist()])
+                blocks = await self._of_the_best(
+                    holders, partial(self._find, reply, client_id, spec, keys[held:], pin, deadline_s)
+                )
             self.counts["remote_hits" if blocks else "remote_misses"] += 1
             self.counts["remote_blocks"] += blocks
         except (FlatCakeError, TimeoutError) as error:
@@ -85,8 +89,8 @@ class RemoteLookup:
             self.counts["remote_failures"] += 1
             log.exception("a remote lookup failed in a way nobody foresaw; it ends with the local blocks")
 
-    async def _holder(self, anchors: Sequence[bytes]) -> Member | None:
-        """The member that holds most of these anchors, without gaps from the first."""
+    async def _holders(self, anchors: Sequence[bytes]) -> Sequence[Sequence[Holder]]:
+        """Who holds each of these anchors, as the directory has it."""
         if self.membership.beats_failed or self.now_s() < self._pause_s:
             raise Unavailable("the directory does not answer")
         self.counts["directory/probe"] += 1
@@ -98,12 +102,31 @@ class RemoteLookup:
             if not asked:  # also when the caller's time was over
                 self._pause_s = self.now_s() + DIRECTORY_PAUSE_S
                 self.counts["directory_failures"] += 1
+        return found
+
+    async def _of_the_best(self, holders: Sequence[Sequence[Holder]], find: Callable[[Member], Awaitable[int]]) -> int:
+        """Ask the member that holds most of the anchors, and the next best if that one turns out to be gone."""
+        tried: set[int] = set()
+        while (member := self._best(holders, tried)) is not None:
+            tried.add(member.node_id)
+            try:
+                return await find(member)
+            except FlatCakeError as error:
+                if len(tried) == ASKED_MAX:
+                    raise
+                log.info("node %d is not asked again for this lookup: %s", member.node_id, error)
+        if tried:
+            raise Unavailable("the only node that holds more does not answer")
+        return 0
+
+    def _best(self, holders: Sequence[Sequence[Holder]], tried: Collection[int]) -> Member | None:
+        """The member that holds most of the anchors, without gaps from the first; not one that failed lately."""
         membership = self.membership
-        usable: dict[tuple[int, bytes], bool] = {}
-        for holder in {holder for holders in found for holder in holders}:
+        usable: dict[Holder, bool] = {}
+        for holder in {holder for each in holders for holder in each}:
             member = membership.live(*holder)
-            usable[holder] = member is not None and self.peers.usable(member)
-        nodes = [{holder.node_id for holder in holders if usable[holder]} for holders in found]
+            usable[holder] = member is not None and holder.node_id not in tried and self.peers.usable(member)
+        nodes = [{holder.node_id for holder in each if usable[holder]} for each in holders]
         node_id = choose(nodes, membership.me.node_id)
         return None if node_id is None else membership.known.get(node_id)
 
@@ -111,11 +134,11 @@ class RemoteLookup:
         self,
         reply: store_pb2.LookupReply,
         client_id: int,
-        member: Member,
         spec: SpaceSpec,
         keys: KeyArray,
         pin: bool,
         deadline_s: float,
+        member: Member,
     ) -> int:
         """Ask the member for the exact runs; how many blocks they have."""
         asked_s = self.now_s()

@@ -203,3 +203,16 @@ def test_the_directory_goes_and_comes_back_without_its_data(three, server):
             each.until(lambda status: status["cluster"]["state"] == "joined", 20)
             published(each)
         until(lambda: remote(wire, keys)[0] == [(2, 64)], 20)
+
+
+def test_a_node_that_died_a_moment_ago_does_not_hide_the_next_best(three):
+    one, two, other = three
+    keys = keys_of(64, seed=17)
+    store(two, keys)
+    store(other, keys[: 16 * 40])
+    for each in (two, other):
+        published(each)
+    with Wire(one.endpoint) as wire, wire.handover():
+        assert remote(wire, keys)[0] == [(2, 64)]
+        two.kill()  # the directory still has it, for a while
+        assert remote(wire, keys)[0] == [(3, 40)]

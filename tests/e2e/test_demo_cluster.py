@@ -63,6 +63,7 @@ def test_a_session_moves_between_nodes_and_one_is_killed(tmp_path):
     assert outcome.tokens_identical
     assert outcome.law_holds
     assert outcome.from_others
+    assert outcome.recomputed_tokens == 0
     assert list(tmp_path.iterdir()) == []
     records = {(record.scene, record.name): record for record in outcome.records}
     assert records["moves to node 2", "agent"].blocks(1, "memory") == TINY.system_tokens // TINY.block_tokens
