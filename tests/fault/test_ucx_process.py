@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -144,6 +146,22 @@ def test_readers_killed_in_a_get(served: Served, mover: UcxMover) -> None:
         reader.kill()
         reader.communicate()
     assert np.array_equal(read(mover, served), pattern(SIZE))
+
+
+def test_it_starts_in_a_daemon_with_many_descriptors() -> None:
+    ucx_here()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most[1] < 2000:
+        pytest.skip("no process may have 2000 descriptors here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, most[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, most)
+        for _ in range(1100):
+            stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+        served = Served()
+        stack.callback(served.close)
+        assert served.fd > 1024
+        assert served.up()
 
 
 def test_it_ends_with_its_parent(another: Served) -> None:

@@ -103,7 +103,9 @@ class UcxProcess:
         said = b""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         assert child.stdout is not None
-        while select.select([child.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+        hearing = select.poll()  # not select: a daemon with many files has descriptors beyond its 1024
+        hearing.register(child.stdout, select.POLLIN)
+        while hearing.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
             heard = child.stdout.read(4096)
             said += heard
             line = next((line for line in said.splitlines(keepends=True) if line.startswith(_STARTED)), b"")
