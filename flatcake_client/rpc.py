@@ -144,10 +144,11 @@ class Rpc:
             pin=pin,
             remote=remote,
         )
+        told_s = time.monotonic()
         reply = self._call(self._stub.Lookup, request, timeout_s)
         self._check_incarnation(welcome, reply.incarnation)
         runs = tuple([_run(run) for run in reply.runs])
-        nodes = tuple([_node(node) for node in reply.nodes])
+        nodes = tuple([_node(node, told_s) for node in reply.nodes])
         if nodes:  # what this client cannot read is no part of its hit
             media = {(node.node_id, Medium.MEMORY) for node in nodes if node.arena is not None}
             media |= {(node.node_id, Medium.SSD) for node in nodes if node.files}
@@ -241,8 +242,9 @@ class Rpc:
                 for each in ranges
             ],
         )
+        told_s = time.monotonic()
         reply = self._call(self._stub.Stage, request, timeout_s)
-        return StagedRanges(unseal_memory(reply.memory), reply.offset, reply.staged_id, reply.ttl_ms / 1000)
+        return StagedRanges(unseal_memory(reply.memory, told_s), reply.offset, reply.staged_id, reply.ttl_ms / 1000)
 
     def unstage(
         self, welcome: Welcome, lease_id: int, node_id: int, staged_ids: Sequence[int], timeout_s: float
@@ -304,9 +306,9 @@ def _run(run: store_pb2.Run) -> Run:
     )
 
 
-def _node(node: store_pb2.RemoteNode) -> RemoteNode:
+def _node(node: store_pb2.RemoteNode, told_s: float) -> RemoteNode:
     try:
-        arena = unseal_memory(node.fabric.arena) if node.fabric.arena else None
+        arena = unseal_memory(node.fabric.arena, told_s) if node.fabric.arena else None
     except ValueError as error:  # another version of the words: a miss, and not an end of the engine
         log.warning("the memory of node %d cannot be read: %s", node.node_id, error)
         arena = None

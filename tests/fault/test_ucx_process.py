@@ -9,7 +9,9 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +115,30 @@ def test_a_dead_one_is_started_again_under_another_address(served: Served, mover
     with pytest.raises(Unavailable):
         fetch(mover, before, np.zeros(SIZE, np.uint8)).wait(10)
     assert np.array_equal(read(mover, served), pattern(SIZE))
+
+
+def test_what_was_told_before_a_peer_was_lost_is_not_used_after(served: Served, mover: UcxMover) -> None:
+    """Another process may listen at its port by then, and UCX would get those addresses there, in another arena."""
+    read(mover, served)
+    told = replace(served.memory, told_s=time.monotonic())
+    target = np.zeros(4096, np.uint8)
+    fetch(mover, told, target).wait(30)
+    mover.forget(told.worker, "as if its process had ended")
+    with pytest.raises(Unavailable, match="lost since"):
+        fetch(mover, told, target).wait(30)
+    fetch(mover, replace(told, told_s=time.monotonic()), target).wait(30)
+    restarts = served.process.restarts
+    os.kill(served.process._child.pid, signal.SIGKILL)
+    until(lambda: served.process.restarts == restarts + 1)
+
+    def refused() -> bool:
+        try:
+            fetch(mover, told, target).wait(30)
+        except Unavailable as error:
+            return "lost since" in str(error)
+        return False
+
+    until(refused)
 
 
 def test_a_get_of_what_is_not_there_costs_that_process_only(served: Served, mover: UcxMover) -> None:

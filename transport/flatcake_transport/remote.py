@@ -8,7 +8,7 @@ match its checksum never reaches UCX.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import xxhash
@@ -29,12 +29,15 @@ class RemoteMemory:
         rkey: the packed key of the registration.
         base: address of the first byte in that process.
         size_bytes: of the region.
+        told_s: the monotonic time before its owner was asked for it, on this side. Whoever lost the worker later does not go
+            there again with it: another process may listen at that port by then, and UCX compares nothing.
     """
 
     worker: bytes
     rkey: bytes
     base: int
     size_bytes: int
+    told_s: float = field(default=float("inf"), compare=False)
 
     def sealed(self) -> bytes:
         """As one string for the wire; `unseal_memory` is its inverse."""
@@ -55,7 +58,7 @@ class RemoteSpan:
     size_bytes: int
 
 
-def unseal_memory(sealed: bytes) -> RemoteMemory:
+def unseal_memory(sealed: bytes, told_s: float = float("inf")) -> RemoteMemory:
     """Raises: ValueError: not what `sealed` made, or of another version."""
     body, tail = sealed[: -_SUM.size], sealed[-_SUM.size :]
     if len(body) < _HEAD.size or _SUM.unpack(tail)[0] != xxhash.xxh3_64_intdigest(body):
@@ -66,4 +69,4 @@ def unseal_memory(sealed: bytes) -> RemoteMemory:
     at = _HEAD.size
     if len(body) != at + worker_bytes + rkey_bytes:
         raise ValueError("remote memory with a worker address or key of another size than it says")
-    return RemoteMemory(body[at : at + worker_bytes], body[at + worker_bytes :], base, size_bytes)
+    return RemoteMemory(body[at : at + worker_bytes], body[at + worker_bytes :], base, size_bytes, told_s)

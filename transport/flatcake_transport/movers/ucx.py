@@ -97,7 +97,8 @@ class UcxMover:
         if self._worker.closed:
             raise Unavailable("the ucx mover is closed")
         for peer, pieces in by_peer.items():
-            self._worker.send(peer, pieces)
+            told_s = min(remote.memory.told_s for remote, _, _, _ in spans if remote.memory.worker == peer)
+            self._worker.send(peer, pieces, told_s)
         with self._lock:
             self._moves += len(moves)
         return transfer

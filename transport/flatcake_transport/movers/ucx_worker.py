@@ -96,9 +96,13 @@ class UcxWorker:
     def closed(self) -> bool:
         return self._loop.stopping
 
-    def send(self, address: bytes, pieces: list[Piece]) -> None:
-        """Begin the pieces on the endpoint to a peer; each comes to rest. Raises: Unavailable: closed."""
-        self._loop.put(lambda: self._loop.begin(address, pieces))
+    def send(self, address: bytes, pieces: list[Piece], told_s: float = float("inf")) -> None:
+        """Begin the pieces on the endpoint to a peer; each comes to rest. Raises: Unavailable: closed.
+
+        Args:
+            told_s: when we were told of the address; they fail if the peer was lost later.
+        """
+        self._loop.put(lambda: self._loop.begin(address, pieces, told_s))
 
     def map(self, address: int, size_bytes: int, *, protection: int = _LOCAL, device: str = "cpu") -> Mapped:
         """Register memory; it must stay mapped until `unmap` or `close`. Raises: Unavailable."""
@@ -112,7 +116,7 @@ class UcxWorker:
     def forget(self, address: bytes, reason: str) -> None:
         """Close the endpoint to a peer that is known to be gone: what moves there fails at once."""
         loop = self._loop
-        loop.put_late(lambda: loop.fail(address, reason))
+        loop.put_late(lambda: loop.forget(address, reason))
 
     def transports(self) -> list[str]:
         """Transport and device of each way that UCX has here, e.g. "tcp/eth0"."""
@@ -173,7 +177,7 @@ class _Loop:
         self._endpoints: OrderedDict[bytes, Endpoint] = OrderedDict()
         self._names: dict[int, Endpoint] = {}  # also those that are being closed
         self._names_given = 0
-        self._shunned: dict[bytes, float] = {}  # peer -> until when, oldest first
+        self._lost: dict[bytes, tuple[float, float]] = {}  # peer -> when, and until when it is shunned; oldest first
         self._errors: deque[tuple[int, int]] = deque()
         self._on_error = OnEndpointError(self._note_error)
         self._mapped: set[int] = set()
@@ -256,21 +260,23 @@ class _Loop:
             name, status = self._errors.popleft()
             if name in self._names:
                 self._names[name].fail(f"the peer is gone: UCX: {self._ucp.text(status)}")
+                self._lose(self._names[name].address, time.monotonic())
         now_s = time.monotonic()
         for endpoint in self._names.values():
             endpoint.reap(now_s)
             if endpoint.silent(now_s, self._peer_timeout_s):
                 endpoint.fail(f"the peer answered nothing for {self._peer_timeout_s:g} s")
-                self._shun(endpoint.address, now_s)
+                # For one more timeout: whoever tries again what failed must not wait for the same silence again.
+                self._lose(endpoint.address, now_s, self._peer_timeout_s)
             endpoint.post(now_s)
         self._forget_ended()
 
-    def _shun(self, address: bytes, now_s: float) -> None:
-        """For one more timeout: whoever tries again what failed must not wait for the same silence again."""
-        self._shunned.pop(address, None)
-        self._shunned[address] = now_s + self._peer_timeout_s
-        if len(self._shunned) > ENDPOINTS_MAX:
-            del self._shunned[next(iter(self._shunned))]
+    def _lose(self, address: bytes, now_s: float, shun_s: float = 0.0) -> None:
+        """What was told of the peer up to now holds no more, and for `shun_s` nothing that is told of it."""
+        self._lost.pop(address, None)
+        self._lost[address] = now_s, now_s + shun_s
+        if len(self._lost) > ENDPOINTS_MAX:
+            del self._lost[next(iter(self._lost))]
 
     def _forget_ended(self) -> None:
         for name in [name for name, endpoint in self._names.items() if endpoint.failure]:
@@ -293,10 +299,13 @@ class _Loop:
         """UCX calls it within progress: only remember."""
         self._errors.append((name or 0, status))
 
-    def begin(self, address: bytes, pieces: list[Piece]) -> None:
+    def begin(self, address: bytes, pieces: list[Piece], told_s: float) -> None:
         try:
-            if time.monotonic() < self._shunned.get(address, 0.0):
+            lost_s, shunned_until_s = self._lost.get(address, (float("-inf"), 0.0))
+            if time.monotonic() < shunned_until_s:
                 raise Unavailable("the peer answered nothing a moment ago")  # noqa: TRY301
+            if told_s <= lost_s:
+                raise Unavailable("the peer was lost since it was found: another one may be there")  # noqa: TRY301
             endpoint = self._endpoint(address)
         except Unavailable as error:
             for piece in pieces:
@@ -318,6 +327,10 @@ class _Loop:
             self._names[self._names_given] = self._endpoints[address] = endpoint
         self._endpoints.move_to_end(address)
         return endpoint
+
+    def forget(self, address: bytes, reason: str) -> None:
+        self.fail(address, reason)
+        self._lose(address, time.monotonic())
 
     def fail(self, address: bytes, reason: str) -> None:
         endpoint = self._endpoints.pop(address, None)
