@@ -140,6 +140,7 @@ def test_giving_back_does_not_wait_for_a_stalled_daemon(tmp_path):
             started = time.monotonic()
         assert time.monotonic() - started < 5
         daemon.signal(signal.SIGCONT)
+        daemon.until(lambda status: kv.hit(tokens) == 8 and status["leases"] == 0)  # long before it lapses
 
 
 def test_a_client_that_dies_leaves_nothing(tmp_path):
