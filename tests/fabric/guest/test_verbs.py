@@ -88,7 +88,7 @@ def test_the_other_process_need_not_even_run(served) -> None:
 
 
 def test_a_peer_that_is_killed_is_an_error(served) -> None:
-    library, process, noise = served
+    library, process, _ = served
     mover = UcxMover(library, options=OPTIONS, peer_timeout_s=3)
     memory = process.memories()[0]
     get(mover, memory, 4096)
