@@ -15,8 +15,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -150,8 +151,8 @@ class Rpc:
         runs = tuple([_run(run) for run in reply.runs])
         nodes = tuple([_node(node, told_s) for node in reply.nodes])
         if nodes:  # what this client cannot read is no part of its hit
-            media = {(node.node_id, Medium.MEMORY) for node in nodes if node.arena is not None}
-            media |= {(node.node_id, Medium.SSD) for node in nodes if node.files}
+            media = {(node.node_id, Medium.MEMORY): node.arena.size_bytes for node in nodes if node.arena is not None}
+            media |= {(node.node_id, Medium.SSD): sys.maxsize for node in nodes if node.files}
             near = welcome.node_id
             runs = tuple(itertools.takewhile(lambda run: run.segment.node == near or _readable(run, media), runs))
         return Found(runs, reply.lease_id, nodes)
@@ -315,9 +316,9 @@ def _node(node: store_pb2.RemoteNode, told_s: float) -> RemoteNode:
     return RemoteNode(node.node_id, node.lease_id, node.lease_ttl_ms / 1000, arena, node.verify, node.fabric.files)
 
 
-def _readable(run: Run, media: Collection[tuple[int, Medium]]) -> bool:
-    """Whether the run of another node is on a medium that can be read there."""
-    return (run.segment.node, run.segment.medium) in media
+def _readable(run: Run, media: Mapping[tuple[int, Medium], int]) -> bool:
+    """Whether the run of another node is on a medium that can be read there, and within its bytes."""
+    return run.segment.offset + run.segment_bytes <= media.get((run.segment.node, run.segment.medium), -1)
 
 
 def _part(part: store_pb2.Part) -> Part:

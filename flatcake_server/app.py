@@ -180,6 +180,7 @@ class Node:
             cluster.service if cluster is not None else None,
             message_bytes_max=config.message_bytes_max,
             rpcs_max=config.rpcs_max,
+            streams_max=config.clients_max if cluster is not None else 0,
             credentials=secrets_.server(),
             guards=secrets_.guards(),
         )

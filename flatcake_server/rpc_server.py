@@ -23,7 +23,7 @@ PING_S: Final = 10.0
 
 
 class RpcServer:
-    """With health and reflection. `peers`: the service for other nodes, on TCP only."""
+    """With health and reflection. `peers`: the service for other nodes, on TCP only; `streams_max` of its calls never end."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class RpcServer:
         *,
         message_bytes_max: int,
         rpcs_max: int,
+        streams_max: int = 0,
         credentials: grpc.ServerCredentials | None = None,
         guards: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
     ) -> None:
@@ -41,6 +42,7 @@ class RpcServer:
             ("grpc.so_reuseport", 0),  # a second daemon on the same port must fail, not share it
         ]
         self._rpcs_max = rpcs_max
+        self._streams_max = streams_max
         self._services = services
         self._peers = peers
         self._credentials = credentials
@@ -62,7 +64,7 @@ class RpcServer:
         ]
         server = grpc.aio.server(
             options=self._options + (pings if tcp else []),
-            maximum_concurrent_rpcs=self._rpcs_max,
+            maximum_concurrent_rpcs=self._rpcs_max + (self._streams_max if tcp else 0),
             interceptors=self._guards if tcp else [],
         )
         store_pb2_grpc.add_StoreServicer_to_server(self._services[0], server)

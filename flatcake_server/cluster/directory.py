@@ -35,8 +35,8 @@ class Directory(Protocol):
         """Publish and withdraw anchors."""
         ...
 
-    async def probe(self, keys: Sequence[bytes]) -> list[list[Holder]]:
-        """Who holds each anchor."""
+    async def probe(self, keys: Sequence[bytes], *, peer_time_s: float) -> list[list[Holder]]:
+        """Who holds each anchor. `peer_time_s`: a node that is asked for it and takes longer holds nothing."""
         ...
 
     async def close(self) -> None: ...

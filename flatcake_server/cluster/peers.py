@@ -114,11 +114,11 @@ class Peers:
         found: peer_pb2.FindReply = await self._ask(link, "find", link.stub.Find, request, timeout_s)
         return found
 
-    async def probe(self, member: Member, keys: Sequence[bytes]) -> bytes:
+    async def probe(self, member: Member, keys: Sequence[bytes], timeout_s: float) -> bytes:
         """One byte a key: 1 where it is stored there."""
         link = await self._link(member)
         request = peer_pb2.ProbeRequest(peer_id=link.peer_id, keys=b"".join(keys))
-        return bytes((await self._ask(link, "probe", link.stub.Probe, request, self._timeout_s)).held)
+        return bytes((await self._ask(link, "probe", link.stub.Probe, request, timeout_s)).held)
 
     async def prolong(
         self, node_id: int, incarnation: bytes, lease_ids: Sequence[int], *, timeout_s: float

@@ -18,6 +18,8 @@ from typing import Final
 
 BATCH_MAX: Final = 512  # 100 KB of commands: a millisecond of one directory's time
 REFRESHES_A_TTL: Final = 2
+# While the directory is gone, what came and went meanwhile would pile up; beyond this it is left to expire there.
+PENDING_MAX: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,16 @@ class Publisher:
         rate_max: anchors a second, refreshes included; a burst is what one second allows.
     """
 
-    def __init__(self, ttl_s: float, rate_max: float, batch_max: int = BATCH_MAX) -> None:
+    def __init__(
+        self, ttl_s: float, rate_max: float, batch_max: int = BATCH_MAX, pending_max: int = PENDING_MAX
+    ) -> None:
         """Raises: ValueError: nothing could ever be published."""
         if ttl_s <= 0 or rate_max <= 0 or batch_max < 1:
             raise ValueError(f"a publisher needs a ttl, rate and batch above 0, not {ttl_s}, {rate_max}, {batch_max}")
         self._ttl_s = ttl_s
         self._rate_max = rate_max
         self._batch_max = batch_max
+        self._pending_max = pending_max
         self._pending: OrderedDict[bytes, bool] = OrderedDict()
         self._published: OrderedDict[bytes, float] = OrderedDict()  # by the time they were told
         self._flying: Batch | None = None
@@ -76,7 +81,10 @@ class Publisher:
         """They are held here no longer. Unknown ones are fine."""
         for key in anchors:
             if self._published.pop(key, None) is not None or key in self._pending or key in self._puts_flying:
-                self._pending[key] = False
+                if len(self._pending) < self._pending_max or key in self._puts_flying:
+                    self._pending[key] = False
+                else:  # a stale entry costs who believes it one round trip
+                    self._pending.pop(key, None)
 
     def take(self, now_s: float) -> Batch | None:
         """What to tell now, or None: nothing is due, the rate is used up, or a batch is in flight."""

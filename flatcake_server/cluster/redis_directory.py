@@ -122,7 +122,7 @@ class RedisDirectory:
 
         await self._ask(commands)
 
-    async def probe(self, keys: Sequence[bytes]) -> list[list[Holder]]:
+    async def probe(self, keys: Sequence[bytes], *, peer_time_s: float = 0.0) -> list[list[Holder]]:  # noqa: ARG002
         def commands(client: Any) -> Awaitable[Any]:
             pipeline = client.pipeline(transaction=False)
             for key in keys:

@@ -73,7 +73,8 @@ class RemoteLookup:
         deadline_s = self.now_s() + min(self.timeout_s, time_s / 2)
         try:
             async with asyncio.timeout(deadline_s - self.now_s()):
-                holders = await self._holders([keys[length - 1].tobytes() for length in lengths.tolist()])
+                anchors = [keys[length - 1].tobytes() for length in lengths.tolist()]
+                holders = await self._holders(anchors, (deadline_s - self.now_s()) / 2)
                 blocks = await self._of_the_best(
                     holders, partial(self._find, reply, client_id, spec, keys[held:], pin, deadline_s)
                 )
@@ -89,14 +90,14 @@ class RemoteLookup:
             self.counts["remote_failures"] += 1
             log.exception("a remote lookup failed in a way nobody foresaw; it ends with the local blocks")
 
-    async def _holders(self, anchors: Sequence[bytes]) -> Sequence[Sequence[Holder]]:
+    async def _holders(self, anchors: Sequence[bytes], peer_time_s: float) -> Sequence[Sequence[Holder]]:
         """Who holds each of these anchors, as the directory has it."""
         if self.membership.beats_failed or self.now_s() < self._pause_s:
             raise Unavailable("the directory does not answer")
         self.counts["directory/probe"] += 1
         asked = False
         try:
-            found = await self.directory.probe(anchors)
+            found = await self.directory.probe(anchors, peer_time_s=peer_time_s)
             asked = True
         finally:
             if not asked:  # also when the caller's time was over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ from images import FAR, Chain
 from waiting import until
 
 from flatcake_client.hit import _sources
-from flatcake_client.records import Found, RemoteNode
+from flatcake_client.records import Found, RemoteNode, Run
 from flatcake_client.restore import Restore, RestoreUnavailable
-from flatcake_transport.address import Medium
+from flatcake_client.rpc import _readable
+from flatcake_transport.address import Address, Medium
 from flatcake_transport.remote import RemoteMemory
 from flatcake_transport.space import SpaceSpec
 
@@ -148,3 +150,16 @@ def test_who_waits_for_one_staging_gives_back_the_other(hit, movers, held):
     assert usable == [16]
     assert in_place(hit, pages, 16)
     assert near.stats().windows_out == far.stats().windows_out == 0
+
+
+def test_a_run_beyond_what_its_node_serves_is_no_part_of_a_hit():
+    """It would be a caller's error to the mover, and raised in the engine."""
+    media = {(3, Medium.MEMORY): 8192, (3, Medium.SSD): sys.maxsize}
+
+    def run(medium: Medium, offset: int, node: int = 3) -> Run:
+        return Run(Address.of(medium, node, offset), 1, 0, 1, 4096, 0, 0)
+
+    assert _readable(run(Medium.MEMORY, 4096), media)
+    assert not _readable(run(Medium.MEMORY, 8192), media)
+    assert _readable(run(Medium.SSD, 1 << 40), media)
+    assert not _readable(run(Medium.MEMORY, 0, node=4), media)

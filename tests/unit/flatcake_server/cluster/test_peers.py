@@ -71,6 +71,15 @@ def test_sixteen_nodes_and_sixty_four_clients_at_once(tmp_path):
         run(work(server.url))
 
 
+def test_links_take_no_calls_away(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path, 8, rpcs_max=4) as (one, two, *_):
+            await asyncio.to_thread(store, two, keys_of(16))
+            assert await found(one, keys_of(16)) == [(2, 16)]
+
+    run(work())
+
+
 def test_ipv6(tmp_path):
     async def work() -> None:
         async with nodes(tmp_path, host="[::1]") as (one, two):

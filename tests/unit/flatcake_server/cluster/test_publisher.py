@@ -29,6 +29,16 @@ def test_a_key_is_told_once_and_refreshed_at_half_its_life():
     assert publisher.stats().published_total == 4
 
 
+def test_what_comes_and_goes_while_the_directory_is_gone_does_not_pile_up():
+    publisher = Publisher(TTL_S, 1000, pending_max=10)
+    for number in range(1000):
+        publisher.add([b"%d" % number])
+        publisher.remove([b"%d" % number])
+    assert publisher.stats().pending <= 10
+    publisher.add([b"held"])
+    assert told(publisher).puts == (b"held",)
+
+
 def test_what_went_is_withdrawn():
     publisher = Publisher(TTL_S, 1000)
     publisher.add([b"a"])
