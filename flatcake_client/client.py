@@ -32,6 +32,7 @@ from flatcake_client.linger import Linger
 from flatcake_client.rpc import Rpc, Stale, Unknown
 from flatcake_client.space import Space
 from flatcake_client.tools import STAGING_BYTES, WINDOW_HALF_BYTES, Tools
+from flatcake_client.worth import Bandwidths
 from flatcake_client.writer import Turn
 from flatcake_transport.endpoint import default_endpoint
 from flatcake_transport.errors import FlatCakeError, Unavailable
@@ -61,6 +62,7 @@ class ClientStats:
     lookups_failed: int  # the daemon could not be asked: misses
     lookup_blocks: int
     hit_blocks: int
+    declined_blocks: int  # other nodes have them, and computing them takes less time than fetching
     restores: int
     read_commands: int
     bytes_read: int  # from files, with alignment and gaps
@@ -94,7 +96,15 @@ class Counts:
 class Client:
     """A connection to the daemon of this node. Thread-safe; a context manager that closes itself. Made by `connect`."""
 
-    def __init__(self, endpoint: str, name: str, timeout_s: float, transfer_timeout_s: float, tools: Tools) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        timeout_s: float,
+        transfer_timeout_s: float,
+        tools: Tools,
+        prefill_tokens_per_s: float | None = None,
+    ) -> None:
         """Raises: ValueError: no endpoint."""
         self._pid = os.getpid()
         self._name = name
@@ -112,6 +122,8 @@ class Client:
         self.timeout_s = timeout_s
         self.transfer_timeout_s = transfer_timeout_s
         self.tools = tools
+        self.prefill_tokens_per_s = prefill_tokens_per_s
+        self.bandwidths = Bandwidths()
         self.linger = Linger()
         self.counts = Counts()
         self.turns: weakref.WeakSet[Turn] = weakref.WeakSet()
@@ -340,6 +352,7 @@ def connect(
     staging_bytes: int = STAGING_BYTES,
     gap_bytes_max: int = GAP_BYTES_MAX,
     halves: int = 2,
+    prefill_tokens_per_s: float | None = None,
 ) -> Client:
     """A client of the daemon on this node. Returns at once, whether the daemon is there or not: until it is, all is a miss.
 
@@ -352,11 +365,15 @@ def connect(
         staging_bytes: bound on host memory for reads and writes of files; made when needed.
         gap_bytes_max: read along between two ranges rather than begin another read; -1: a read for every block and layer.
             Defaults fit; others are for measuring what merging brings (`flatcake replay --ablation no-merge`).
+        prefill_tokens_per_s: how fast the engine computes a prompt. Blocks of another node that would take longer to fetch, as
+            measured, are left out of hits. None: all that is found is fetched.
         halves: 1: read nothing while what was read is scattered. For measuring, too.
 
     Raises:
-        ValueError: an endpoint that names nothing, sizes that hold no window.
+        ValueError: an endpoint that names nothing, sizes that hold no window, no speed.
     """
+    if prefill_tokens_per_s is not None and not prefill_tokens_per_s > 0:
+        raise ValueError(f"prefill_tokens_per_s is {prefill_tokens_per_s}: expected more than 0, or None")
     program = Path(sys.argv[0] if sys.argv else "").name or "python"
     tools = Tools(window_half_bytes, staging_bytes, gap_bytes_max=gap_bytes_max, halves=halves)
     return Client(
@@ -365,4 +382,5 @@ def connect(
         timeout_s,
         transfer_timeout_s,
         tools,
+        prefill_tokens_per_s,
     )

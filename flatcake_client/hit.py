@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -185,6 +186,8 @@ class Hit:
         self._client.counts.add("restores")
         self._client.counts.add("read_commands", stats.read_commands)
         self._client.counts.add("bytes_read", stats.bytes_read)
+        for read in restore.remote_reads:
+            self._client.bandwidths.add(read, time.monotonic())
 
 
 def _release(client: Client, connection: Connection, lease_id: int) -> None:

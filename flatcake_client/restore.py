@@ -33,6 +33,7 @@ from flatcake_client.progress import DEADLINE, Progress
 from flatcake_client.records import Run
 from flatcake_client.target import PlacedRun, Target, place_runs, split_runs
 from flatcake_client.verify import Verifier
+from flatcake_client.worth import RemoteRead
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import Corrupt, Unavailable
 from flatcake_transport.layout import SegmentLayout
@@ -155,6 +156,7 @@ class Restore:
             )  # fmt: skip
 
         self._remote: list[FilePath] = []
+        self._places = [(source.node_id, source.medium) for source in hit.remote]
         for source in hit.remote:
             there, placed = split_runs(placed, source.node_id, source.medium)
             self._remote.append(path(there, source, source.tools))
@@ -164,6 +166,7 @@ class Restore:
         )  # fmt: skip
         self._files = path([run for run in placed if run.run.file_id], hit, tools)
         self._paths: tuple[FilePath | MemoryPath, ...] = (self._files, *self._remote, self._memory)
+        self._waited_s = [0.0] * len(self._paths)
         self._closed = False
 
     def wait_layer(self, layer: int) -> None:
@@ -199,6 +202,16 @@ class Restore:
             files = (self._files, *self._remote)
             reads, bytes_read = sum(path.reads for path in files), sum(path.bytes_read for path in files)
             return RestoreStats(reads, bytes_read, dict(self._bytes))
+
+    @property
+    def remote_reads(self) -> list[RemoteRead]:
+        """What was read from other nodes; nothing before the end, or when anything failed: then it is no measure of a link."""
+        with self._lock:
+            if self._progress.failure is not None or not self._done(self._progress.layers - 1):
+                return []
+            waited_s = self._waited_s[1 : 1 + len(self._remote)]  # behind this node's files
+            read = zip(self._places, self._remote, waited_s, strict=True)
+            return [RemoteRead(place, path.bytes_read, seconds) for place, path, seconds in read]
 
     def close(self) -> None:
         """Bring no more. Copies into the engine's memory have landed when this returns. Twice is fine.
@@ -241,7 +254,10 @@ class Restore:
                 wait_s = min(left_s, lease.renew_in_s, *(path.renew_in_s for path in self._remote))
                 for each in self._paths:
                     each.ahead(wait_s)
-                self._step(min(self._paths, key=lambda path: path.layers_done), wait_s)
+                behind = min(range(len(self._paths)), key=lambda index: self._paths[index].layers_done)
+                began_s = self._now_s()
+                self._step(self._paths[behind], wait_s)
+                self._waited_s[behind] += self._now_s() - began_s
         if progress.over or self._done(progress.layers - 1):
             self._finish()
 

@@ -9,6 +9,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,8 +21,9 @@ from flatcake_client.handover import Descriptors
 from flatcake_client.hit import Hit
 from flatcake_client.keys import KeyArray, chain_keys, check_keys, foreign_keys, host_integers, root_key
 from flatcake_client.linger import Pause
-from flatcake_client.records import Grant, TurnHints
+from flatcake_client.records import Found, Grant, TurnHints
 from flatcake_client.rpc import Stale, Unknown
+from flatcake_client.worth import worth_fetching
 from flatcake_client.writer import Turn
 from flatcake_transport.errors import FlatCakeError
 from flatcake_transport.handoff import Verb
@@ -96,11 +98,29 @@ class Space:
         welcome = connection.welcome
         remote = welcome.peers and self.client.reads_peers()
         found = connection.rpc.lookup(welcome, self.spec.fingerprint, keys, pin=pin, remote=remote, timeout_s=timeout_s)
+        found = self._worth_fetching(found, welcome.node_id)
         hit = Hit(self, keys, found=found, connection=connection, asked_s=asked_s)
         self.client.counts.add("lookups")
         self.client.counts.add("lookup_blocks", len(keys))
         self.client.counts.add("hit_blocks", hit.blocks)
         return hit
+
+    def _worth_fetching(self, found: Found, near_node: int) -> Found:
+        """Without what other nodes have and the engine computes sooner."""
+        speed = self.client.prefill_tokens_per_s
+        if not found.nodes or speed is None:
+            return found
+        now_s = time.monotonic()
+        kept = worth_fetching(
+            found.runs,
+            near_node,
+            block_bytes=sum(self.spec.plane_bytes),
+            block_tokens=self.spec.block_tokens,
+            prefill_tokens_per_s=speed,
+            bandwidth=lambda place: self.client.bandwidths.of(place, now_s),
+        )
+        self.client.counts.add("declined_blocks", sum(run.blocks for run in found.runs[kept:]))
+        return replace(found, runs=found.runs[:kept])
 
     def begin_turn(
         self,

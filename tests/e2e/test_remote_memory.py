@@ -13,6 +13,8 @@ from redis_server import RedisServer, needs_redis
 from ucx_peer import ucx_here
 
 import flatcake_client as fc
+from flatcake_client.worth import RemoteRead
+from flatcake_transport.address import Medium
 
 pytestmark = needs_redis
 
@@ -124,3 +126,22 @@ def test_damaged_bytes_of_another_node_are_a_miss(pair):
                     restore.wait_layer(2)
                 assert restore.wait() == 0
         assert here.stats().corrupt_segments == 1
+
+
+def test_what_takes_longer_to_fetch_than_to_compute_is_left_out(pair):
+    one, two = pair
+    with connect(one, timeout_s=5, prefill_tokens_per_s=1000.0) as here, connect(two) as there:
+        kv, far = Kv(here), Kv(there)
+        tokens = kv.tokens(7, SHARED)
+        kv.store(tokens[: 8 * 16], session="agent")
+        put(two, far, tokens, SHARED)
+        assert kv.hit(tokens) == SHARED
+        measured = here.bandwidths.of((2, Medium.MEMORY), time.monotonic())
+        assert measured is None or measured > 1e6
+        # 40 blocks of 24 KiB and 16 tokens take 0.64 s to compute.
+        here.bandwidths.add(RemoteRead((2, Medium.MEMORY), 1 << 20, 1e6), time.monotonic())
+        for _ in range(40):
+            here.bandwidths.add(RemoteRead((2, Medium.MEMORY), 1 << 20, 1e6), time.monotonic())
+        assert kv.hit(tokens) == 8
+        assert here.stats().declined_blocks == SHARED - 8
+    two.until(lambda status: status["leases"] == 0)
