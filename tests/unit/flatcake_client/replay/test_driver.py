@@ -184,14 +184,19 @@ def test_slots_are_given_in_order_of_asking():
     assert len(set(first.tolist())) == 3
     assert pool.take(2, lambda: True) is None
     order = []
-    threads = [threading.Thread(target=lambda n=n: order.append((n, pool.take(n, lambda: False)))) for n in (4,)]
-    for thread in threads:
+    threads = [threading.Thread(target=lambda n=n: order.append((n, pool.take(n, lambda: False)))) for n in (4, 1)]
+    for waiting, thread in enumerate(threads, 1):
         thread.start()
+        until(lambda waiting=waiting: len(pool._order) == waiting)
+    pause(0.05)
+    assert order == [], "1 is free, but 4 were asked for before"
     pool.give(first)
-    for thread in threads:
-        thread.join(10)
-    assert order[0][0] == 4
+    threads[0].join(10)
+    assert [count for count, _ in order] == [4]
     assert np.array_equal(np.sort(order[0][1]), np.arange(4))
+    pool.give(order[0][1])
+    threads[1].join(10)
+    assert [count for count, _ in order] == [4, 1]
 
 
 def test_pages_that_hold_too_little_are_refused(workload):
