@@ -40,6 +40,7 @@ def test_layers_are_told_as_they_land_and_brought_without_being_waited_for() -> 
         arrival.wait_layer(0)
         assert layers.begun[1].wait(WAIT_S), "layer 1 is brought while the engine computes on layer 0"
         assert not layers.begun[2].is_set()
+        assert arrival.brought_s == 0, "not the end yet"
         layers.let[1].set()
         layers.let[2].set()
         assert arrival.failure() is None

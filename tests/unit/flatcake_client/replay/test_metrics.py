@@ -56,6 +56,12 @@ def test_requests_with_a_hit_have_a_time_of_their_own():
     assert (summary.ttft_mean_s, summary.ttft_hit_mean_s, summary.ttft_hit_p99_s) == (1.5, 0.5, 0.5)
 
 
+def test_a_run_spans_from_the_first_arrival_to_the_last_token():
+    records = [record(0, arrived_s=1.0, first_token_s=2.0), record(1, arrived_s=1.5, first_token_s=5.0)]
+    summary = summarise(records, 16, 2)
+    assert (summary.span_s, summary.requests_per_s) == (4.0, 0.5)
+
+
 def test_of_nothing_all_is_zero():
     summary = summarise([], 16, 0)
     assert (summary.requests, summary.delivered_hit, summary.ttft_p99_s, summary.requests_per_s) == (0, 0.0, 0.0, 0.0)
