@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 # A peer that failed is left alone: for longer each time, so that a dead one costs a lookup in so many.
 PAUSE_S_MIN: Final = 1.0
 PAUSE_S_MAX: Final = 10.0
+HURRY_S: Final = 0.2  # a shorter deadline says more about the caller's hurry than about who was asked
 BEATS_A_TIMEOUT: Final = 3  # two may be late
 
 
@@ -263,7 +264,10 @@ class Peers:
             code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
             if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise Overloaded(f"node {link.member.node_id} is busy: {_said(error)}") from error
-            if code is not grpc.StatusCode.ABORTED:  # that one thing cannot be had; the peer is well
+            hurried = code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s < HURRY_S
+            if (
+                code is not grpc.StatusCode.ABORTED and not hurried
+            ):  # ABORTED: that one thing cannot be had; the peer is well
                 self._pause(link.member)
             if code is grpc.StatusCode.UNAUTHENTICATED:  # it gave us up
                 self._drop(link)

@@ -21,7 +21,7 @@ from flatcake_server.cluster.anchors import choose, probes
 from flatcake_server.cluster.borrowed import Loan, Loans
 from flatcake_server.cluster.directory import Directory, Holder
 from flatcake_server.cluster.members import Member, Membership, State
-from flatcake_server.cluster.peers import Peers
+from flatcake_server.cluster.peers import HURRY_S, Peers
 from flatcake_server.records import KeyArray
 from flatcake_server.store import Store
 from flatcake_transport.address import Address
@@ -101,8 +101,9 @@ class RemoteLookup:
             asked = True
         finally:
             if not asked:  # also when the caller's time was over
-                self._pause_s = self.now_s() + DIRECTORY_PAUSE_S
                 self.counts["directory_failures"] += 1
+                if 2 * peer_time_s >= HURRY_S:
+                    self._pause_s = self.now_s() + DIRECTORY_PAUSE_S
         return found
 
     async def _of_the_best(self, holders: Sequence[Sequence[Holder]], find: Callable[[Member], Awaitable[int]]) -> int:

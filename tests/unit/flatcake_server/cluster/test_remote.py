@@ -1,4 +1,4 @@
-"""Lookups that go on at another node: the leases they have there, replies that make no sense, owners that are slow."""
+"""Lookups that go on at another node, in this process: the leases they have there, and owners that are slow or talk nonsense."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from cluster import SPEC, Wire, keys_of, remote, store
 from cluster_nodes import found, nodes, run, soon
@@ -91,6 +92,58 @@ def test_an_owner_that_is_slow_takes_no_more_than_half_of_a_renewal_s_time(tmp_p
     run(work())
 
 
+def test_one_slow_peer_costs_its_own_answer_only(tmp_path):
+    """A static directory asks all at once; beats may come in time where answers do not."""
+
+    async def work() -> None:
+        async with nodes(tmp_path, 3) as (one, two, three):
+            keys = keys_of(16)
+            await asyncio.to_thread(store, three, keys)
+            ask = one.cluster.peers.probe
+
+            async def slow(member: Member, *arguments: Any) -> bytes:
+                if member.node_id == two.member().node_id:
+                    await asyncio.Event().wait()
+                return bytes(await ask(member, *arguments))
+
+            one.cluster.peers.probe = slow
+            assert await found(one, keys) == [(3, 16)]
+
+    run(work())
+
+
+def test_a_caller_in_a_hurry_keeps_no_other_from_asking(tmp_path):
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+            keys, remote_of_one = keys_of(16), one.cluster.remote
+            await asyncio.to_thread(store, two, keys)
+            link = one.cluster.peers._links[two.member().node_id]
+            stub, nothing = link.stub, grpc.aio.Metadata()
+
+            async def late(*_: Any, **__: Any) -> None:
+                raise grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, nothing, nothing)
+
+            link.stub = SimpleNamespace(Find=late)
+            for timeout_s, usable in ((0.01, True), (1.0, False)):
+                with pytest.raises(Unavailable):
+                    await one.cluster.peers.find(two.member(), b"", keys, pin=False, timeout_s=timeout_s)
+                assert one.cluster.peers.usable(two.member()) == usable
+            link.stub = stub
+            await soon(lambda: one.cluster.peers.usable(two.member()))
+
+            async def never(*_: Any, **__: Any) -> list[Any]:
+                await asyncio.Event().wait()
+                return []
+
+            remote_of_one.directory = SimpleNamespace(probe=never)
+            array = np.frombuffer(keys, np.uint8).reshape(-1, 16)
+            await remote_of_one.extend(store_pb2.LookupReply(), 1, SPEC, array, 0, pin=False, time_s=0.02)
+            remote_of_one.directory = one.cluster.directory
+            assert await found(one, keys) == [(2, 16)]
+
+    run(work())
+
+
 def test_a_lookup_that_is_given_up_half_way_leaves_no_lease(tmp_path):
     async def work() -> None:
         async with nodes(tmp_path) as (one, _):
@@ -98,7 +151,7 @@ def test_a_lookup_that_is_given_up_half_way_leaves_no_lease(tmp_path):
             await asyncio.to_thread(store, one, keys[: 16 * 20])
             asked = asyncio.Event()
 
-            async def never(_: Any) -> list[Any]:
+            async def never(_: Any, **__: Any) -> list[Any]:
                 asked.set()
                 await asyncio.Event().wait()
                 return []
