@@ -142,10 +142,13 @@ class Hit:
         restores, self._restores = self._restores, []
         for restore in restores:
             restore.close()
+        moving = [transfer for restore in restores for transfer in restore.moving()]
         with self._lock:
             if self._descriptors is not None:
-                moving = [transfer for restore in restores for transfer in restore.moving()]
                 self._descriptors.close(moving, self._client.linger)
+        for source in self.remote:
+            if isinstance(source, RemoteFiles):
+                source.close(moving, self._client.linger)
         connection = self._connection
         if mine and self.lease.lease_id and connection is not None and not connection.lost():
             _release(self._client, connection, self.lease.lease_id)
@@ -214,10 +217,13 @@ def _sources(client: Client, found: Found, connection: Connection, asked_s: floa
         if node.arena is not None:
             tools = client.tools.remote(client.timeout_s)
             sources.append(RemoteArena(node.node_id, node.arena, lease, tools, verify=node.verify, report=report))
-        if node.files and file_ids:
-            server = LeasedFiles(connection, found.lease_id, node.node_id, lease)
+        if file_ids and (node.files or node.exported):
+            server = LeasedFiles(connection, found.lease_id, node.node_id, lease) if node.files else None
+            opened = partial(connection.handover.files, Verb.REMOTE, found.lease_id) if node.exported else None
             tools = client.tools.served(client.timeout_s, client.transfer_timeout_s)
-            sources.append(RemoteFiles(node.node_id, file_ids, server, lease, tools, verify=node.verify, report=report))
+            sources.append(
+                RemoteFiles(node.node_id, file_ids, server, opened, lease, tools, verify=node.verify, report=report)
+            )
     return sources
 
 

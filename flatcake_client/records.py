@@ -46,7 +46,8 @@ class Run(NamedTuple):
 class RemoteNode:
     """Another node that runs of a lookup lie at. Its lease is the owner's and hangs on the lookup's; 0: nothing is pinned.
 
-    `arena` None: its memory cannot be read from here. `files`: it reads ranges of its session files for us. `verify`: compare what is read with the checksums in the footers.
+    `arena` None: its memory cannot be read from here. `files`: it reads ranges of its session files for us; those
+    `exported` can be read over NVMe-oF. `verify`: compare what is read with the checksums in the footers.
     """
 
     node_id: int
@@ -55,6 +56,7 @@ class RemoteNode:
     arena: RemoteMemory | None
     verify: bool
     files: bool = False
+    exported: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
     arena there --one-sided get--> window half --check--> slots        one half is scattered while the other fills
     files there --staged there, one-sided get--> window half ...
+    files there --NVMe-oF, preadv of the namespace--> window half ...        where they are exported
 
 So everything that `file_path.py` keeps to holds here: long reads in layer order, nothing in the engine's memory but by our own
 copy from a window, a half trusted only when the lease was alive after its gets had landed, checksums compared where the
@@ -11,17 +12,24 @@ node says so. A window goes back to its pool only when no get touches it any mor
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from flatcake_client.connection import Connection
+from flatcake_client.handover import Descriptors
 from flatcake_client.lease import Lease
+from flatcake_client.linger import Linger
 from flatcake_client.restore import ReadTools
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import FlatCakeError, Unavailable
+from flatcake_transport.mover import Transfer
 from flatcake_transport.remote import RemoteMemory
 from flatcake_transport.served import FileRange, ServedFile, StagedRanges
 from flatcake_transport.window import Readable
+
+log = logging.getLogger(__name__)
 
 UNSTAGE_TIMEOUT_S: Final = 1.0
 
@@ -71,7 +79,8 @@ class RemoteFiles:
 
     Args:
         file_ids: of the hit's runs there.
-        server: reads them for us.
+        server: reads them for us; None: it does not.
+        opened: asks for descriptors of those that are exported over NVMe-oF, with a timeout; None: none is.
         lease, verify, report: as for `RemoteArena`.
         tools: of `Tools.served`.
     """
@@ -82,7 +91,8 @@ class RemoteFiles:
         self,
         node_id: int,
         file_ids: Collection[int],
-        server: LeasedFiles,
+        server: LeasedFiles | None,
+        opened: Callable[[float], Descriptors] | None,
         lease: Lease,
         tools: ReadTools,
         *,
@@ -93,16 +103,39 @@ class RemoteFiles:
         self.lease = lease
         self.tools = tools
         self.verify = verify
-        self._files = {file_id: ServedFile(server, file_id) for file_id in file_ids}
+        self._served: dict[int, Readable] = {}
+        if server is not None:
+            self._served = {file_id: ServedFile(server, file_id) for file_id in file_ids}
+        self._opened = opened
+        self._lock = threading.Lock()
+        self._descriptors: Descriptors | None = None
         self._report = report
 
     def files(self, timeout_s: float) -> Mapping[int, Readable]:
-        """Nothing to wait for: each read asks for itself."""
-        del timeout_s
-        return self._files
+        """Exported ones by descriptor, asked for once; the others as the node serves them, where each read asks for itself."""
+        if self._opened is None or not self._lock.acquire(timeout=max(0.0, timeout_s)):
+            return self._served
+        try:
+            if self._descriptors is None:
+                self.lease.check()
+                self._descriptors = self._opened(timeout_s)
+            return self._served | dict(self._descriptors.files)
+        except Unavailable as error:
+            log.info("files of node %d are not read over NVMe-oF: %s", self.node_id, error)
+            self._opened = None
+            return self._served
+        finally:
+            self._lock.release()
 
     def report_corrupt(self, segments: Sequence[int]) -> None:
         self._report(segments)
+
+    def close(self, transfers: Sequence[Transfer], linger: Linger) -> None:
+        """Let the descriptors go once the transfers that use them rest. Twice is fine."""
+        self._opened = None
+        with self._lock:
+            if self._descriptors is not None:
+                self._descriptors.close(transfers, linger)
 
 
 class LeasedFiles:

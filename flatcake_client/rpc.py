@@ -15,9 +15,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -151,10 +150,12 @@ class Rpc:
         runs = tuple([_run(run) for run in reply.runs])
         nodes = tuple([_node(node, told_s) for node in reply.nodes])
         if nodes:  # what this client cannot read is no part of its hit
-            media = {(node.node_id, Medium.MEMORY): node.arena.size_bytes for node in nodes if node.arena is not None}
-            media |= {(node.node_id, Medium.SSD): sys.maxsize for node in nodes if node.files}
-            near = welcome.node_id
-            runs = tuple(itertools.takewhile(lambda run: run.segment.node == near or _readable(run, media), runs))
+            far, near = {node.node_id: node for node in nodes}, welcome.node_id
+            runs = tuple(
+                itertools.takewhile(
+                    lambda run: run.segment.node == near or _readable(run, far.get(run.segment.node)), runs
+                )
+            )
         return Found(runs, reply.lease_id, nodes)
 
     def renew(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> tuple[list[int], list[int]]:
@@ -313,12 +314,24 @@ def _node(node: store_pb2.RemoteNode, told_s: float) -> RemoteNode:
     except ValueError as error:  # another version of the words: a miss, and not an end of the engine
         log.warning("the memory of node %d cannot be read: %s", node.node_id, error)
         arena = None
-    return RemoteNode(node.node_id, node.lease_id, node.lease_ttl_ms / 1000, arena, node.verify, node.fabric.files)
+    return RemoteNode(
+        node.node_id,
+        node.lease_id,
+        node.lease_ttl_ms / 1000,
+        arena,
+        node.verify,
+        node.fabric.files,
+        frozenset(node.exported_files),
+    )
 
 
-def _readable(run: Run, media: Mapping[tuple[int, Medium], int]) -> bool:
-    """Whether the run of another node is on a medium that can be read there, and within its bytes."""
-    return run.segment.offset + run.segment_bytes <= media.get((run.segment.node, run.segment.medium), -1)
+def _readable(run: Run, node: RemoteNode | None) -> bool:
+    """Whether the run of another node is where it can be read from here, and within its bytes."""
+    if node is None:
+        return False
+    if run.segment.medium is Medium.MEMORY:
+        return node.arena is not None and run.segment.offset + run.segment_bytes <= node.arena.size_bytes
+    return node.files or run.file_id in node.exported
 
 
 def _part(part: store_pb2.Part) -> Part:

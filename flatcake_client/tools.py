@@ -33,7 +33,7 @@ from flatcake_transport.mover import Mover, MoverStats, Region
 from flatcake_transport.movers import mover_for
 from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.movers.ucx import UcxMover
-from flatcake_transport.movers.ucx_staged import StagedMover
+from flatcake_transport.movers.ucx_staged import BySpan, StagedMover
 from flatcake_transport.plan import GAP_BYTES_MAX, window_half_bytes_min
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import StagingPool, StagingStats, aligned_buffer, device_buffer
@@ -116,6 +116,7 @@ class Tools:
         Raises: Unavailable: there is no UCX here, or it does not start.
         """
         with self._lock:
+            files = self._file_mover()
             if self._served is None:
                 gets = self.remote(peer_timeout_s).files
                 stage_timeout_s = max(peer_timeout_s, STAGE_TIMEOUT_S_MIN)
@@ -123,7 +124,7 @@ class Tools:
                 self._served = (mover, self._remote_pool(mover))
             elif self._served[1].half_bytes < self._reading.half_bytes:
                 self._served = (self._served[0], self._remote_pool(self._served[0]))
-            return self._read_tools(*self._served)
+            return self._read_tools(BySpan(files, self._served[0]), self._served[1])
 
     def _remote_pool(self, mover: Mover) -> StagingPool:
         half_bytes = self._reading.half_bytes

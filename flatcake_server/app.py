@@ -152,6 +152,8 @@ class Node:
         self.handover = Handover(self.store, self.arena, config.handover_path, mode, config.clients_max)
         secrets_ = load_node_secrets(config)
         self.cluster = cluster = build_cluster(config, self.store, self.arena, self.identity, secrets_, self.timings)
+        if cluster is not None:
+            self.handover.exported_files = cluster.remote.exported_files
         self.reports = Reports(
             self.store,
             self.arena,

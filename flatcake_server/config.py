@@ -43,8 +43,6 @@ SSD_BYTES_MIN: Final = 16 << 20
 _OTHER_VARIABLES: Final = {"FLATCAKE_ENDPOINT", "FLATCAKE_CONFIG"}
 # Kubernetes puts these into every pod beside a Service whose name starts with "flatcake".
 _SERVICE_LINK: Final = re.compile(r"FLATCAKE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
-# Options of clusters: they have their names and defaults today, and any other value is refused until it is served.
-_NOT_SERVED_YET: Final = ("nvmeof",)
 
 
 class ConfigError(ValueError):
@@ -272,7 +270,17 @@ class NodeConfig(BaseModel):
         description="Memory into which ranges of session files are read for peers, 4 MiB at a time, where they cannot read over "
         "NVMe-oF. Taken only if ucx_listen serves; more lets more peers read at once, each waits for a disk and two round trips.",
     )
-    nvmeof: str = Field("off", description='Export of session files to peers over NVMe-oF, or "off". Not served yet.')
+    nvmeof: str = Field(
+        "off",
+        description="tcp://ADDRESS:4420 or rdma://ADDRESS:4420, this node's: session files are exported there to peers for as long "
+        "as they lease them, and those of peers are read the same way; whatever fails goes through UCX. Needs root, nvmet, "
+        'nvme-cli and a file system with O_DIRECT. "off": UCX only.',
+    )
+    nvmeof_allowed_hosts: Words = Field(
+        (),
+        description="Numbers of the nodes (or host NQNs) that may read over NVMe-oF. The kernel asks for no proof of an NQN: only "
+        "trusted machines may reach that port.",
+    )
 
     @property
     def cluster(self) -> ClusterConfig:
@@ -303,13 +311,6 @@ class NodeConfig(BaseModel):
             )
         refuse_bad_paths(self.socket, self.ssd_paths, SOCKET_BYTES_MAX)
         refuse_bad_cluster(self)
-        for name in _NOT_SERVED_YET:
-            field = type(self).model_fields[name]
-            if getattr(self, name) != field.default:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, which this version cannot serve yet: remove it "
-                    f"(the default is {field.default!r})"
-                )
         return self
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from flatcake_server.cluster.nvmet import parse_port
 from flatcake_transport.units import parse_listen
 
 REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")
@@ -24,6 +25,7 @@ def refuse_bad_cluster(node: NodeConfig) -> None:
         if parse_listen(address) is None:
             raise ValueError(f"{address!r} is no address of a node: write host:port")
     parse_listen(node.ucx_listen)
+    _refuse_export_to_nobody(node)
     if node.directory == "none":
         return
     listen = parse_listen(node.grpc_listen)
@@ -44,6 +46,11 @@ def refuse_bad_cluster(node: NodeConfig) -> None:
             f"grpc_listen {node.grpc_listen} is reachable from other machines, and anybody there could read every block: set "
             "cluster_token_file, or the three tls_*_file, or both (see docs/security.md)"
         )
+
+
+def _refuse_export_to_nobody(node: NodeConfig) -> None:
+    if parse_port(node.nvmeof) is not None and not node.nvmeof_allowed_hosts:
+        raise ValueError("nvmeof exports to nobody: set nvmeof_allowed_hosts to the numbers of the nodes that may read")
 
 
 def refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path], socket_bytes_max: int) -> None:

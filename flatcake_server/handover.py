@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -54,6 +54,7 @@ class Handover:
         self._listener: socket.socket | None = None
         self._acceptor: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self.exported_files: Callable[[int, int], Awaitable[dict[int, int]]] | None = None  # of other nodes
         self.handed_total = 0
 
     def start(self) -> None:
@@ -127,6 +128,9 @@ class Handover:
             if request.verb is Verb.LEASE:
                 files = self._store.files_of_lease(client_id, request.subject_id)
                 return await _opened(files, request.start, lambda disk: disk.files.open_read)
+            if request.verb is Verb.REMOTE:
+                opened = await self.exported_files(client_id, request.subject_id) if self.exported_files else {}
+                return _handed(opened)
             turn = self._store.turn(client_id, request.subject_id)
             files = {
                 part.file.file_id: self._store.disks[part.session.pool] for part in turn.parts if part.file is not None
@@ -136,6 +140,15 @@ class Handover:
             return Reply(Status.GONE, text=str(error)), []
         except (FlatCakeError, OSError) as error:
             return Reply(Status.FAILED, text=str(error)), []
+
+
+def _handed(opened: dict[int, int]) -> tuple[Reply, list[int]]:
+    """As many as a message carries; the others are read in another way."""
+    ids = list(opened)
+    for file_id in ids[FDS_MAX:]:
+        os.close(opened[file_id])
+    ids = ids[:FDS_MAX]
+    return Reply(file_ids=tuple(ids), direct=(True,) * len(ids)), [opened[file_id] for file_id in ids]
 
 
 async def _opened(

@@ -101,6 +101,7 @@ _CLUSTER_LABELLED: Final = (
     ("flatcake_peer_hit_blocks", "peer_hit_blocks_total", "medium", "Blocks found here for other nodes"),
     ("flatcake_directory_calls", "directory_calls_total", "verb", "Round trips to the directory"),
     ("flatcake_files_served", "files_served", "what", "Pieces of session files (and their bytes) read for peers"),
+    ("flatcake_nvmeof_files", "nvmeof", "what", "Session files exported over NVMe-oF, and opened of other nodes"),
     ("flatcake_peer_calls", "peer_calls_total", "verb", "Round trips to peers"),
 )
 

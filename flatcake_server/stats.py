@@ -103,6 +103,10 @@ class ClusterStats:
     files_served: dict[str, int] = field(
         default_factory=dict
     )  # stagings of file ranges for peers, by what became of them
+    nvmeof: dict[str, int] = field(
+        default_factory=dict
+    )  # files exported for peers and opened of theirs, by what became of them
+    nvmeof_failure: str = ""  # why files are not exported, or were not opened the last time
     staged: int = 0  # stagings that peers have now
     doubts_told_total: int = 0  # segments of others whose bytes differed when they were read here
     doubts_total: int = 0  # segments of ours that peers said so of, and that were looked at

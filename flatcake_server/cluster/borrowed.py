@@ -11,8 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from uuid import UUID
 
 from flatcake_transport.errors import Overloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Exports:
+    """Files of the loan that can be read over NVMe-oF: the owner's subsystem, and the namespace's UUID of each file."""
+
+    subsystem: str
+    port: str
+    uuids: dict[int, UUID]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,7 @@ class Loan:
     lease_id: int
     ttl_s: float
     expires_s: float
+    exports: Exports | None = None
 
 
 class Loans:

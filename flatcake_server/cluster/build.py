@@ -6,10 +6,14 @@ import socket
 from functools import partial
 
 from flatcake_server.arena import Arena
-from flatcake_server.cluster.cluster import Cluster, ClusterOptions
+from flatcake_server.cluster.cluster import Cluster, ClusterOptions, Nvme
 from flatcake_server.cluster.credentials import Secrets, load_secrets
+from flatcake_server.cluster.exporter import Exporter
 from flatcake_server.cluster.fabric import Fabric
+from flatcake_server.cluster.importer import Importer
 from flatcake_server.cluster.members import Member
+from flatcake_server.cluster.nvme_host import NvmeHost
+from flatcake_server.cluster.nvmet import NvmeTarget, host_nqn, parse_port, subsystem_nqn
 from flatcake_server.config import NodeConfig
 from flatcake_server.law import differs
 from flatcake_server.rpc import Identity, Timings
@@ -54,7 +58,19 @@ def build_cluster(
     )
     bounce_bytes = config.ucx_bounce_bytes // STAGED_BYTES_MAX * STAGED_BYTES_MAX if config.ssd_paths else 0
     fabric = Fabric(parse_listen(config.ucx_listen), arena, config.peer_timeout, bounce_bytes)
-    return Cluster(store, me, options, secrets, fabric, partial(differs, store, arena), timings)
+    return Cluster(store, me, options, secrets, fabric, _nvme(config, store), partial(differs, store, arena), timings)
+
+
+def _nvme(config: NodeConfig, store: Store) -> Nvme:
+    port = parse_port(config.nvmeof)
+    if port is None:
+        return Nvme()
+    name = config.cluster_name
+    hosts = [host_nqn(name, host) for host in config.nvmeof_allowed_hosts]
+    target = NvmeTarget(subsystem_nqn(name, config.node_id), [port], hosts)
+    mine = host_nqn(name, config.node_id)
+    importer = Importer(NvmeHost(mine))
+    return Nvme(Exporter(store, target, hosts) if config.ssd_paths else None, importer, mine, config.nvmeof)
 
 
 def advertised(config: NodeConfig, port: int) -> str:

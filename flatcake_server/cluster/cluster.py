@@ -26,7 +26,9 @@ from flatcake_server.cluster.borrowed import Loans
 from flatcake_server.cluster.credentials import Secrets
 from flatcake_server.cluster.directory import Directory
 from flatcake_server.cluster.doubts import Doubts
+from flatcake_server.cluster.exporter import Exporter
 from flatcake_server.cluster.fabric import Fabric
+from flatcake_server.cluster.importer import Importer
 from flatcake_server.cluster.members import Member, Membership, State, Verdict
 from flatcake_server.cluster.peer_service import PeerService
 from flatcake_server.cluster.peers import Peers
@@ -70,16 +72,28 @@ class ClusterOptions:
     verify: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Nvme:
+    """The two ends of NVMe-oF here, where it is configured. `host`: our NQN as a reader; `address`: where we are reached."""
+
+    exporter: Exporter | None = None
+    importer: Importer | None = None
+    host: str = ""
+    address: str = ""
+
+
 class Cluster:
     """Belongs to the event loop. Made before the wire, started after it."""
 
     def __init__(
         self, store: Store, me: Member, options: ClusterOptions, secrets: Secrets, fabric: Fabric,
-        differs: Callable[[int], Awaitable[bool]], timings: Timings,
+        nvme: Nvme, differs: Callable[[int], Awaitable[bool]], timings: Timings,
     ) -> None:  # fmt: skip
         """`differs`: whether the bytes of a segment here are other ones than its footer says."""
         self._store = store
         self._fabric = fabric
+        self._nvme = nvme
+        self._importer = nvme.importer
         self._options = options
         self._now_s = time.monotonic
         self._background: set[asyncio.Task[Any]] = set()
@@ -102,7 +116,7 @@ class Cluster:
         )  # fmt: skip
         self.remote = RemoteLookup(
             store, self.membership, self.directory, self.peers, self._loans, self.counts, options.peer_timeout_s,
-            options.verify, self._now_s, self._spawn,
+            options.verify, self._now_s, self._spawn, nvme.host, nvme.importer,
         )  # fmt: skip
         self._listed_s = float("-inf")
         self._refused = ""
@@ -130,6 +144,11 @@ class Cluster:
         await self._fabric.start()
         if self._fabric.bounce is not None:
             self.service.files = FileServer(self._store, self._fabric.bounce, self._fabric.bounced)
+        exporter = self.service.exporter = self._nvme.exporter
+        if exporter is not None:
+            await exporter.start()
+            if not exporter.failure:
+                self._fabric.nvme = exporter.nqn, self._nvme.address
         self.membership.me = replace(self.membership.me, address=address)
         for _ in range(JOIN_TRIES):
             await self._beat()
@@ -166,6 +185,10 @@ class Cluster:
         await self.peers.close()
         await self.directory.close()
         await self._doubts.close()
+        if self._importer is not None:
+            await self._importer.close()
+        if self.service.exporter is not None:
+            await self.service.exporter.stop()
         files, self.service.files = self.service.files, None
         if files is not None:
             await files.close()
@@ -306,8 +329,7 @@ class Cluster:
         while True:
             await asyncio.sleep(SWEEP_S)
             self.remote.sweep()
-            if self.service.files is not None:
-                self.service.files.sweep()
+            self.service.sweep()
 
     # -- what operators see ------------------------------------------------------------------------------------------
 
@@ -339,6 +361,10 @@ class Cluster:
             directory_calls_total={verb: counts[f"directory/{verb}"] for verb in ("beat", "tell", "probe")},
             peer_calls_total=dict(self.peers.calls),
             files_served=self._files_served(),
+            nvmeof=self._nvmeof(),
+            nvmeof_failure=(self._nvme.exporter and self._nvme.exporter.failure)
+            or (self._importer and self._importer.failure)
+            or "",
             staged=len(self.service.files) if self.service.files is not None else 0,
             doubts_told_total=counts["doubts_told"],
             doubts_total=counts["doubts"],
@@ -349,6 +375,20 @@ class Cluster:
     def _files_served(self) -> dict[str, int]:
         counted = self.service.files.counts if self.service.files is not None else Counter[str]()
         return {name: counted[name] for name in COUNTS}
+
+    def _nvmeof(self) -> dict[str, int]:
+        exporter, importer = self._nvme.exporter, self._importer
+        made = exporter.counts if exporter is not None else Counter[str]()
+        read = importer.counts if importer is not None else Counter[str]()
+        return {
+            "exports": made["exports"],
+            "withdrawals": made["withdrawals"],
+            "stuck": made["stuck"],
+            "refused": made["refused"],
+            "export_failures": made["failures"],
+            "opened": read["opened"],
+            "open_failures": read["failures"],
+        }
 
     def _rows(self) -> tuple[NodeRow, ...]:
         membership = self.membership

@@ -46,6 +46,7 @@ class Fabric:
         self._listen = listen
         self._bounce_bytes = bounce_bytes
         self._bounce_fd = -1
+        self.nvme = ("", "")  # subsystem and address of exported files, once there are such
         self.bounce: NDArray[np.uint8] | None = None  # once it is served
         self._arena = arena
         self._peer_timeout_s = peer_timeout_s
@@ -71,7 +72,7 @@ class Fabric:
 
     def words(self) -> store_pb2.Fabric:
         """What peers are to be told now."""
-        words = store_pb2.Fabric()
+        words = store_pb2.Fabric(nvme_subsystem=self.nvme[0], nvme_address=self.nvme[1])
         if self._process is not None:
             with contextlib.suppress(Unavailable):
                 words.arena = self._process.memories()[0].sealed()

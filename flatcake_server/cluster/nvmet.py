@@ -45,6 +45,26 @@ class NvmePort:
         return "ipv6" if ":" in self.address else "ipv4"
 
 
+def parse_port(text: str) -> NvmePort | None:
+    """`tcp://10.0.0.7:4420` or `rdma://[fd00::7]:4420`; None for "off". Raises: ValueError: neither."""
+    if text in ("", "off"):
+        return None
+    transport, _, rest = text.partition("://")
+    host, _, service = rest.rpartition(":")
+    if transport not in ("tcp", "rdma") or not host or not service.isdecimal():
+        raise ValueError(f"nvmeof is {text!r}: write tcp://ADDRESS:4420, rdma://ADDRESS:4420 or off")
+    return NvmePort(transport, host.strip("[]"), int(service))
+
+
+def host_nqn(cluster: str, node: str | int) -> str:
+    """What a node is called that reads over NVMe-oF; what is such a name already stays."""
+    return str(node) if str(node).startswith("nqn.") else f"nqn.2026-11.flatcake:{cluster}:host:{node}"
+
+
+def subsystem_nqn(cluster: str, node_id: int) -> str:
+    return f"nqn.2026-11.flatcake:{cluster}:node:{node_id}"
+
+
 @dataclass(frozen=True, slots=True)
 class TargetStats:
     exported: int

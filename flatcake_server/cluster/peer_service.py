@@ -24,6 +24,7 @@ import numpy as np
 
 from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc, store_pb2
 from flatcake_server.cluster.credentials import Secrets
+from flatcake_server.cluster.exporter import Exporter
 from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.proof import NONCE_BYTES, Handshake
 from flatcake_server.cluster.serving import FileServer
@@ -74,6 +75,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._refused = refused
         self._doubted = doubted
         self.files: FileServer | None = None  # None: peers cannot read session files through UCX
+        self.exporter: Exporter | None = None  # None: nor over NVMe-oF
         self._greetings: OrderedDict[bytes, Handshake] = OrderedDict()
         self._attached: dict[int, tuple[Handshake, asyncio.Event]] = {}
         self.counts: Counter[str] = Counter()
@@ -81,6 +83,13 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     @property
     def attached(self) -> int:
         return len(self._attached)
+
+    def sweep(self) -> None:
+        """Take back what hung on leases that have ended."""
+        if self.files is not None:
+            self.files.sweep()
+        if self.exporter is not None:
+            self.exporter.sweep()
 
     def close(self) -> None:
         """End all attachments: the peers know at once."""
@@ -166,6 +175,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 fabric=self._fabric(),
             )
             add_runs(reply.runs, found.runs)
+            if request.nvme_host and found.lease_id and self.exporter is not None:
+                for file_id, uuid in (await self.exporter.exported(peer_id, found.lease_id, request.nvme_host)).items():
+                    reply.exported.add(file_id=file_id, uuid=uuid.bytes)
             return reply
 
     async def Prolong(self, request: peer_pb2.ProlongRequest, context: Context) -> peer_pb2.ProlongReply:  # noqa: N802
@@ -178,8 +190,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         peer_id = await self._known(request, context)
         async with Edge(context, self._timings, "peer_give_back"):
             self._store.release(peer_id, request.lease_ids)
-            if self.files is not None:
-                self.files.sweep()
+            self.sweep()
             return peer_pb2.GiveBackReply(incarnation=self._me.incarnation)
 
     async def StageFiles(  # noqa: N802

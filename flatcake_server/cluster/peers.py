@@ -107,11 +107,11 @@ class Peers:
         return reply
 
     async def find(
-        self, member: Member, space: bytes, keys: bytes, *, pin: bool, timeout_s: float
+        self, member: Member, space: bytes, keys: bytes, *, pin: bool, timeout_s: float, nvme_host: str = ""
     ) -> peer_pb2.FindReply:
         """The runs of the longest prefix of a chain that the member holds, and how its bytes are reached."""
         link = await self._link(member)
-        request = peer_pb2.FindRequest(peer_id=link.peer_id, space=space, keys=keys, pin=pin)
+        request = peer_pb2.FindRequest(peer_id=link.peer_id, space=space, keys=keys, pin=pin, nvme_host=nvme_host)
         found: peer_pb2.FindReply = await self._ask(link, "find", link.stub.Find, request, timeout_s)
         return found
 

@@ -15,11 +15,13 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
+from uuid import UUID
 
 from flatcake_proto.v1 import peer_pb2, store_pb2
 from flatcake_server.cluster.anchors import choose, probes
-from flatcake_server.cluster.borrowed import Loan, Loans
+from flatcake_server.cluster.borrowed import Exports, Loan, Loans
 from flatcake_server.cluster.directory import Directory, Holder
+from flatcake_server.cluster.importer import Importer
 from flatcake_server.cluster.members import Member, Membership, State
 from flatcake_server.cluster.peers import HURRY_S, Peers
 from flatcake_server.records import KeyArray
@@ -31,6 +33,7 @@ from flatcake_transport.space import SpaceSpec
 log = logging.getLogger(__name__)
 
 PEER_SHARE: Final = 0.9  # of the time left: it is the peer that was silent, not the caller that gave up
+UUID_BYTES: Final = 16
 STAGE_S_MAX: Final = 10.0  # for one staging, whatever time the caller has
 ASKED_MAX: Final = (
     2  # nodes a lookup: a node that died a moment ago is in the directory still, and others may hold as much
@@ -52,6 +55,8 @@ class RemoteLookup:
     verify: bool  # what is read from others is compared with its checksums
     now_s: Callable[[], float]
     spawn: Callable[..., None]
+    nvme_host: str = ""  # our NQN, if we read over NVMe-oF
+    importer: Importer | None = None
     _pause_s: float = float("-inf")
 
     async def extend(
@@ -145,15 +150,17 @@ class RemoteLookup:
         """Ask the member for the exact runs; how many blocks they have."""
         asked_s = self.now_s()
         found = await self.peers.find(
-            member, spec.to_json(), keys.tobytes(), pin=pin, timeout_s=PEER_SHARE * (deadline_s - asked_s)
-        )
+            member, spec.to_json(), keys.tobytes(), pin=pin, nvme_host=self.nvme_host,
+            timeout_s=PEER_SHARE * (deadline_s - asked_s),
+        )  # fmt: skip
         blocks = _checked(found, member, len(keys), pin=pin)
         if not blocks:
             self.counts["stale_hints"] += 1
             return 0
         ttl_s = found.lease_ttl_ms / 1000
         if found.lease_id:
-            loan = Loan(member.node_id, member.incarnation, found.lease_id, ttl_s, asked_s + ttl_s)
+            exports = _exports_of(found)
+            loan = Loan(member.node_id, member.incarnation, found.lease_id, ttl_s, asked_s + ttl_s, exports)
             try:
                 self._hang_on(reply, client_id, loan)
             except FlatCakeError:
@@ -169,6 +176,7 @@ class RemoteLookup:
             lease_spent_ms=int((self.now_s() - asked_s) * 1000) + 1,
             fabric=found.fabric,
             verify=self.verify,
+            exported_files=[each.file_id for each in found.exported] if self.importer is not None else (),
         )
         return blocks
 
@@ -228,6 +236,15 @@ class RemoteLookup:
             telling = self.peers.unstage(loan.node_id, loan.incarnation, list(request.staged_ids))
             self.spawn(_quietly(telling, "stagings are not given back by word"))
 
+    async def exported_files(self, client_id: int, lease_id: int) -> dict[int, int]:
+        """Descriptors of another node's files on a client's lease, the caller's to close. Raises: LookupError: it has ended."""
+        lease, loan = self.store.leases.get(lease_id), self.loans.get(lease_id, self.now_s())
+        if lease is None or lease.client_id != client_id or loan is None:
+            raise LookupError(f"lease {lease_id} has ended")
+        if self.importer is None or loan.exports is None:
+            return {}
+        return await self.importer.open(loan.exports, self.timeout_s)
+
     def doubted(self, segments: Sequence[int]) -> None:
         """As the wire asks for it (rpc.Remote)."""
         by_node: dict[int, list[int]] = {}
@@ -263,6 +280,12 @@ async def _quietly(telling: Coroutine[Any, Any, None], otherwise: str) -> None:
         await telling
     except FlatCakeError as error:
         log.debug("%s: %s", otherwise, error)
+
+
+def _exports_of(found: peer_pb2.FindReply) -> Exports | None:
+    """What can be read over NVMe-oF. A UUID that is none is of a file that is not exported."""
+    uuids = {each.file_id: UUID(bytes=each.uuid) for each in found.exported if len(each.uuid) == UUID_BYTES}
+    return Exports(found.fabric.nvme_subsystem, found.fabric.nvme_address, uuids) if uuids else None
 
 
 def _checked(found: peer_pb2.FindReply, member: Member, asked: int, *, pin: bool) -> int:

@@ -38,6 +38,7 @@ MESSAGE_BYTES_MAX: Final = _REPLY.size + FDS_MAX * _FILE.size + TEXT_BYTES_MAX
 class Verb(IntEnum):
     ARENA = 1  # subject_id 0; one descriptor, file id 0
     LEASE = 2  # subject_id is the lease's; its session files, read-only
+    REMOTE = 4  # subject_id is the lease's; files of another node on it that could be opened over NVMe-oF, read-only
     TURN = 3  # subject_id is the turn's; its session files, read-write
 
 

@@ -206,12 +206,15 @@ class FindRequest(_message.Message):
     SPACE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PIN_FIELD_NUMBER: _builtins.int
+    NVME_HOST_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.int
     space: _builtins.bytes
     """canonical JSON of the spec: a node that restarted may not have the space open"""
     keys: _builtins.bytes
     """n x 16: the chain from the first block that the asker lacks"""
     pin: _builtins.bool
+    nvme_host: _builtins.str
+    """the asker's host NQN, if it reads over NVMe-oF: files of the lease are exported to it"""
     def __init__(
         self,
         *,
@@ -219,10 +222,11 @@ class FindRequest(_message.Message):
         space: _builtins.bytes = ...,
         keys: _builtins.bytes = ...,
         pin: _builtins.bool = ...,
+        nvme_host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "peer_id", b"peer_id", "pin", b"pin", "space", b"space"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "nvme_host", b"nvme_host", "peer_id", b"peer_id", "pin", b"pin", "space", b"space"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -236,12 +240,15 @@ class FindReply(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
+    EXPORTED_FIELD_NUMBER: _builtins.int
     FABRIC_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     lease_id: _builtins.int
     lease_ttl_ms: _builtins.int
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[_store_pb2.Run]: ...
+    @_builtins.property
+    def exported(self) -> _containers.RepeatedCompositeFieldContainer[Global___Exported]: ...
     @_builtins.property
     def fabric(self) -> _store_pb2.Fabric:
         """how the bytes are reached now: it changes when the process that serves them is started again"""
@@ -253,15 +260,41 @@ class FindReply(_message.Message):
         runs: _abc.Iterable[_store_pb2.Run] | None = ...,
         lease_id: _builtins.int = ...,
         lease_ttl_ms: _builtins.int = ...,
+        exported: _abc.Iterable[Global___Exported] | None = ...,
         fabric: _store_pb2.Fabric | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fabric", b"fabric"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fabric", b"fabric", "incarnation", b"incarnation", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exported", b"exported", "fabric", b"fabric", "incarnation", b"incarnation", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FindReply: _TypeAlias = FindReply  # noqa: Y015
+
+@_typing.final
+class Exported(_message.Message):
+    """A session file that is a namespace of the owner's subsystem as long as the lease lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_ID_FIELD_NUMBER: _builtins.int
+    UUID_FIELD_NUMBER: _builtins.int
+    file_id: _builtins.int
+    uuid: _builtins.bytes
+    """16 bytes; another one with each export"""
+    def __init__(
+        self,
+        *,
+        file_id: _builtins.int = ...,
+        uuid: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_id", b"file_id", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Exported: _TypeAlias = Exported  # noqa: Y015
 
 @_typing.final
 class ProlongRequest(_message.Message):

@@ -151,17 +151,12 @@ def test_what_is_wrong_is_refused_and_says_what_to_do(flags, said):
     assert said in refused(**flags)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("nvmeof", "tcp"),
-    ],
-)
-def test_what_this_version_cannot_serve_is_refused_and_its_default_is_not(name, value):
-    message = refused(**{name: value})
-    assert f"{name} is" in message
-    assert "cannot serve yet: remove it" in message
-    assert getattr(load_config(None, None, {name: getattr(load_config(), name)}), name) == getattr(load_config(), name)
+def test_exports_have_an_address_and_readers():
+    assert "write tcp://ADDRESS:4420" in refused(nvmeof="tcp")
+    assert "nvmeof_allowed_hosts" in refused(nvmeof="tcp://10.0.0.7:4420")
+    assert load_config(
+        None, None, {"nvmeof": "tcp://10.0.0.7:4420", "nvmeof_allowed_hosts": "2,3"}
+    ).nvmeof_allowed_hosts == ("2", "3")
 
 
 def test_where_peers_read_is_an_address():

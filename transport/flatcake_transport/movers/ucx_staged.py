@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.layout import ALIGN_BYTES
-from flatcake_transport.mover import MemorySpan, Move, Mover, MoverStats, Region
+from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, MoverStats, Region, Transfer
 from flatcake_transport.movers.pool import Batch, Task, Workers
 from flatcake_transport.paged import contiguous_bytes
 from flatcake_transport.remote import RemoteSpan
@@ -146,6 +146,52 @@ class StagedMover:
     def close(self) -> None:
         self._closing.set()
         self._workers.close()
+
+
+class BySpan:
+    """A `Mover` of files by what each can be read with: open ones by `files`, served ones by `served`. Neither is ours to close."""
+
+    def __init__(self, files: Mover, served: Mover) -> None:
+        self._files, self._served = files, served
+
+    def register(self, region: Region) -> None:
+        self._served.register(region)
+
+    def submit(self, moves: Sequence[Move]) -> Transfer:
+        """As theirs."""
+        here = [move for move in moves if isinstance(move.source, FileSpan)]
+        there = [move for move in moves if not isinstance(move.source, FileSpan)]
+        if not here or not there:
+            return self._files.submit(here) if here else self._served.submit(there)
+        return _Both(self._files.submit(here), self._served.submit(there))
+
+    def stats(self) -> MoverStats:
+        return self._served.stats()
+
+    def close(self) -> None:
+        """Others use them."""
+
+
+class _Both:
+    """Two transfers as one: it rests when both do."""
+
+    def __init__(self, first: Transfer, second: Transfer) -> None:
+        self._parts = (first, second)
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `Transfer.wait`."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        failure: Unavailable | None = None
+        for part in self._parts:
+            try:
+                part.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+            except Unavailable as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 def _checked(move: Move) -> tuple[ServedSpan, Any]:
