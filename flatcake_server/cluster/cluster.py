@@ -362,9 +362,7 @@ class Cluster:
             peer_calls_total=dict(self.peers.calls),
             files_served=self._files_served(),
             nvmeof=self._nvmeof(),
-            nvmeof_failure=(self._nvme.exporter and self._nvme.exporter.failure)
-            or (self._importer and self._importer.failure)
-            or "",
+            nvmeof_failure=self._nvmeof_failure(),
             staged=len(self.service.files) if self.service.files is not None else 0,
             doubts_told_total=counts["doubts_told"],
             doubts_total=counts["doubts"],
@@ -389,6 +387,10 @@ class Cluster:
             "opened": read["opened"],
             "open_failures": read["failures"],
         }
+
+    def _nvmeof_failure(self) -> str:
+        ends = (self._nvme.exporter, self._importer)
+        return next((end.failure for end in ends if end is not None and end.failure), "")
 
     def _rows(self) -> tuple[NodeRow, ...]:
         membership = self.membership

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 
@@ -12,7 +13,8 @@ from conformance.movers import Setting, check_life
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, MoverStats
 from flatcake_transport.movers.pool import Batch
-from flatcake_transport.movers.ucx_staged import StagedMover
+from flatcake_transport.movers.posix import PosixMover
+from flatcake_transport.movers.ucx_staged import BySpan, StagedMover
 from flatcake_transport.remote import RemoteMemory
 from flatcake_transport.served import RANGES_MAX, STAGED_BYTES_MAX, FileRange, ServedFile, StagedRanges
 
@@ -236,3 +238,44 @@ def test_what_it_does_not_take(node, mover):
             mover.submit([Move(source, target)])
     with pytest.raises(ValueError, match="0 threads"):
         StagedMover(Gets(node), stage_timeout_s=1.0, patience_s=1.0, threads=0)
+
+
+@pytest.fixture
+def open_file(node, tmp_path):
+    (tmp_path / "file").write_bytes(node.files[2].tobytes())
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+def test_files_that_are_open_here_go_with_those_that_are_served(node, mover, open_file):
+    files = PosixMover()
+    both = BySpan(files, mover)
+    here = Move(FileSpan(open_file, PAGE, MIB), MemorySpan(np.zeros(MIB, np.uint8)))
+    there = move(node, 1, 0, MIB)
+    for moves in ([here], [there], [here, there]):
+        here.target.data[:] = there.target.data[:] = 0
+        transfer = both.submit(moves)
+        transfer.wait(10)
+        assert transfer.done()
+        assert np.array_equal(here.target.data, node.files[2][PAGE : PAGE + MIB]) is (here in moves)
+        assert arrived(node, there) is (there in moves)
+    both.submit([]).wait(0)
+    both.close()
+    files.close()
+
+
+def test_two_ways_fail_as_one_and_rest_together(node, gets, mover, open_file):
+    files = PosixMover()
+    both = BySpan(files, mover)
+    beyond = Move(FileSpan(open_file, 1 << 40, PAGE), MemorySpan(np.zeros(PAGE, np.uint8)))
+    gets.gate.clear()
+    transfer = both.submit([beyond, move(node, 1, 0, PAGE)])
+    with pytest.raises(TimeoutError):
+        transfer.wait(0.05)
+    assert not transfer.done()
+    gets.gate.set()
+    with pytest.raises(Unavailable, match="the file ended"):
+        transfer.wait(10)
+    assert transfer.done()
+    files.close()
