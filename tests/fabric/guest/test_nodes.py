@@ -52,7 +52,7 @@ def pair(disk: Path) -> Iterator[tuple[Daemon, Daemon]]:
     one.until(lambda status: status["cluster"]["links"] == 1, SLOW_S)
     yield one, two
     for each in (one, two):  # shown where a test failed
-        print(each.log_tail())  # noqa: T201
+        print(each.log_tail())
     assert (one.stop(), two.stop()) == (0, 0)
     left = [entry for kind in ("subsystems", "ports", "hosts") for entry in (CONFIG / "nvmet" / kind).iterdir()]
     assert left == [], "daemons that stop leave nothing"
