@@ -141,14 +141,15 @@ class Cluster:
 
         Raises: Unavailable: a living node has the number.
         """
-        await self._fabric.start()
-        if self._fabric.bounce is not None:
-            self.service.files = FileServer(self._store, self._fabric.bounce, self._fabric.bounced)
+        # First: what a killed daemon left exported is withdrawn with it.
         exporter = self.service.exporter = self._nvme.exporter
         if exporter is not None:
             await exporter.start()
             if not exporter.failure:
                 self._fabric.nvme = exporter.nqn, self._nvme.address
+        await self._fabric.start()
+        if self._fabric.bounce is not None:
+            self.service.files = FileServer(self._store, self._fabric.bounce, self._fabric.bounced)
         self.membership.me = replace(self.membership.me, address=address)
         for _ in range(JOIN_TRIES):
             await self._beat()

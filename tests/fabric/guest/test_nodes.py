@@ -114,6 +114,6 @@ def test_an_owner_that_was_killed_clears_what_it_left(pair: tuple[Daemon, Daemon
             two.kill()
             assert len(namespaces(2)) == 1
         two.start()
-        assert namespaces(2) == []
+        until(lambda: namespaces(2) == [], SLOW_S)
         one.until(lambda status: status["cluster"]["links"] == 1, SLOW_S)
         until(lambda: kv.hit(tokens, timeout_s=SLOW_S) == BLOCKS, SLOW_S)
