@@ -131,8 +131,8 @@ def _table(records: Sequence[MovingRecord]) -> Table:
     table.add_column("request", no_wrap=True)
     for name in (
         *("prompt\ntokens", "here:\nmem.", "\nSSD"),
-        *(words for node in nodes for words in (f"node {node}:\nmem.", "\nSSD")),
-        *("new\ntokens", "dead\nnode's", "again", "first\ntoken", "no\ncache"),
+        *(words for node in nodes for words in (f"n{node}:\nmem.", "\nSSD")),
+        *("new\ntokens", "the\ndead's", "again", "first\ntoken", "no\ncache"),
     ):
         table.add_column(name, justify="right")
     table.add_column("tokens")

@@ -1,0 +1,94 @@
+"""Another node's memory, restored through the whole path: two daemons and a real redis-server on loopback, one client of each.
+
+`restore` is lookup, two round trips, one-sided gets, checksums as the daemons ask for them and the scatter into slots; `get` is
+`UcxMover` on as many bytes from a process that serves them, in pieces of 4 MiB into one buffer; `socket` is `sendall` and `recv_into`.
+They take turns; bests are compared. What a remote lookup takes by itself: bench/remote_lookup.py.
+Needs redis-server or valkey-server, and UCX. Run: python bench/remote.py [--mib 256]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from _session import BLOCK_BYTES, Pages, open_space, restore, same, session_keys, write_session
+from _support import MIB, Bytes, Compared, Node, Report, arguments, say, take_turns, timed_s
+from remote_lookup import redis_url
+from ucx import PlainSocket, get_s, receive
+
+import flatcake_client as fc
+from flatcake_transport.mover import Region
+from flatcake_transport.movers.ucx import UcxMover
+from flatcake_transport.movers.ucx_lib import load_ucx
+from flatcake_transport.movers.ucx_process import UcxProcess
+from flatcake_transport.window import aligned_buffer
+
+PIECE = 4 * MIB
+
+
+def raw_get(stack: contextlib.ExitStack, target: Bytes) -> partial[float]:
+    """A get of as many bytes, from memory that was touched."""
+    fd = os.memfd_create("bench-remote")
+    stack.callback(os.close, fd)
+    os.ftruncate(fd, len(target))
+    np.frombuffer(mmap.mmap(fd, len(target)), np.uint8)[:] = 7
+    process, mover = UcxProcess([(fd, len(target))]), UcxMover(load_ucx())
+    stack.callback(process.close)
+    stack.callback(mover.close)
+    mover.register(Region(target.ctypes.data, len(target), "cpu", target))
+    return partial(get_s, mover, process.memories()[0], target, PIECE)
+
+
+def main() -> None:
+    args = arguments(__doc__, mib=(256, "restored at once"), rounds=(5, "turns of each"))
+    blocks = args.mib * MIB // BLOCK_BYTES
+    report = Report("a restore of another node's memory, loopback")
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        url = stack.enter_context(redis_url(Path(name)))
+        nodes = []
+        for number in (1, 2):
+            (folder := Path(name) / str(number)).mkdir()
+            nodes.append(
+                stack.enter_context(
+                    Node(
+                        folder, node_id=number, directory="redis", redis_url=url, grpc_listen="127.0.0.1:0", node_ttl="2s",
+                        ucx_listen="127.0.0.1:0", memory_bytes=2 * blocks * BLOCK_BYTES, ssd_bytes="1GiB",
+                    )
+                )
+            )  # fmt: skip
+        here, there = (stack.enter_context(fc.connect(node.endpoint, timeout_s=10)) for node in nodes)
+        near, far = open_space(here), open_space(there)
+        say(f"storing {blocks} blocks at node 2")
+        written, pages = Pages(blocks), Pages(blocks, seed=1)
+        written.fill(1)
+        keys = session_keys(far, 1, blocks)
+        write_session(far, keys, "s", written, [blocks], share_counts=[2] * blocks)
+        while nodes[0].status()["cluster"]["links"] < 1 or nodes[1].status()["cluster"]["anchors_pending"]:
+            time.sleep(0.05)
+        target = aligned_buffer(blocks * BLOCK_BYTES)
+        get, plain = raw_get(stack, target), PlainSocket(len(target))
+        restore(near, keys, pages)
+        assert same(written, pages), "other bytes came back"
+        size = pages.size_bytes
+        ours, gets, sockets = take_turns(
+            args.rounds,
+            lambda _: timed_s(partial(restore, near, keys, pages)),
+            lambda _: get(),
+            partial(receive, plain, target),
+        )
+        compared = Compared.of(size, gets, ours)
+        report.add(f"restore / UCX get, {args.mib} MiB", compared.ratio, detail=compared)
+        compared = Compared.of(size, sockets, ours)
+        report.add("restore / plain socket", compared.ratio, detail=compared)
+        plain.close()
+    report.show(as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
