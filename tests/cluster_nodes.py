@@ -57,11 +57,15 @@ def config_of(
 
 
 @contextlib.asynccontextmanager
-async def nodes(root: Path, count: int = 2, **options: Any) -> AsyncIterator[list[Running]]:
+async def nodes(root: Path, count: int = 2, *, disks: bool = False, **options: Any) -> AsyncIterator[list[Running]]:
+    """`disks`: each has an SSD path of its own."""
     ports = [free_port() + 7 * n for n in range(count)]
     running: list[Running] = []
     try:
         for number, port in enumerate(ports, 1):
+            if disks:
+                (root / f"ssd{number}").mkdir()
+                options |= {"ssd_paths": (root / f"ssd{number}",), "ssd_bytes": 64 << 20}
             node = Node(config_of(root, number, port, ports, **options))
             await node.start()
             running.append(Running(node, f"{options.get('host', '127.0.0.1')}:{port}"))

@@ -22,6 +22,7 @@ from flatcake_transport.errors import FlatCakeError
 log = logging.getLogger(__name__)
 
 CLOSE_S: Final = 10.0
+THREAD_SHARE: Final = 0.9  # of the time: the kernel's own reason is heard before ours
 CONNECT_SHARE: Final = 0.7  # of the time there is; the rest is for the namespaces to appear
 
 
@@ -34,7 +35,7 @@ class Importer:
 
     async def open(self, exports: Exports, timeout_s: float) -> dict[int, int]:
         """Descriptors by file id, the caller's to close; of those files that could be opened in time."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + THREAD_SHARE * timeout_s
         work = asyncio.get_running_loop().run_in_executor(self._thread, self._open, exports, deadline_s)
         try:
             async with asyncio.timeout(timeout_s):
