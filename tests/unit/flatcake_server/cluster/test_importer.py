@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
 from cluster import Wire, keys_of, store
 from cluster_nodes import nodes, run, soon
+from waiting import pause
 
 from flatcake_server.cluster.borrowed import Exports
 from flatcake_server.cluster.exporter import Exporter
@@ -54,7 +54,7 @@ class Kernel:
 
     def open(self, nqn: str, uuid: UUID, timeout_s: float) -> int:
         assert nqn == NQN
-        time.sleep(self.slow_s)
+        pause(self.slow_s)
         if uuid not in self.files:
             raise Unavailable("it did not appear")
         return os.open(self.files[uuid], os.O_RDONLY)
