@@ -6,6 +6,8 @@
 - A load is reported exactly once, whatever became of it; blocks that did not come are named no later than that.
 - The engine's memory is written only by loads of requests that wait for them; a cancelled one has stopped when it is reported.
 - A store reads blocks that vLLM holds until it is reported. One that is given up never becomes visible.
+- What was computed over blocks that did not come in time is never stored: prefills of the same step are given up, and whatever
+  has these blocks is not stored for some steps.
 - On a GPU a thread begins when the device has done what was queued before its job: a fence.
 """
 
@@ -26,7 +28,6 @@ from flatcake_client.background import Crew, Restores
 from flatcake_client.engines.vllm_jobs import Load, StepJobs, Store, Tally
 from flatcake_client.engines.vllm_settings import Geometry, Settings
 from flatcake_client.paged_kv import PagedKv
-from flatcake_transport.errors import FlatCakeError
 
 if TYPE_CHECKING:
     from flatcake_client.keys import KeyArray
@@ -98,7 +99,7 @@ class WorkerSide:
         self._device = torch.device("cpu")
         self._layer_of = {name: layer for layer, name in enumerate(shape.names)}
         self._restores: Restores[str] = Restores()
-        self._crew = Crew("store", 1, settings.stores_max, yields_to=self._restores.busy)
+        self._crew = Crew("store", 1, settings.stores_max, yields_to=lambda: self._restores.busy())  # noqa: PLW0108 - there will be others
         self._lock = threading.Lock()
         self._failed_blocks: set[int] = set()  # under the lock, and so are:
         self._open: Counter[str] = Counter()  # stores of a request that may still read its blocks
@@ -110,7 +111,8 @@ class WorkerSide:
         self._ended: set[str] = set()  # those of them that are over
         self._layers = Layers(len(shape.names), self._device)
         self._inside: list[_Inside] = []
-        self._refused: list[str] = []  # loads that were not begun
+        self._prefills: list[Store] = []  # of this step
+        self._over: list[str] = []  # loads that are to be reported beside those that `_restores` tells
         self._suspect: dict[int, int] = {}
         self._step = 0
         self.tally = Tally()
@@ -127,10 +129,12 @@ class WorkerSide:
 
     def unregister(self) -> None:
         """VLLM is about to take its KV away (sleep): nothing touches it when this returns."""
-        self._restores.close(CLOSE_TIMEOUT_S)
-        self._restores = Restores()
-        self._give_up(set(self._open))
         self._kv = None
+        restores, self._restores = self._restores, Restores()
+        # A load that was cancelled ends within its own time. Not before: where it writes will be somebody else's memory.
+        restores.close(self._settings.load_timeout_s + CLOSE_TIMEOUT_S)
+        self._over += restores.ended()  # vLLM waits to hear of them
+        self._give_up(set(self._open))
 
     def restore(self) -> None:
         """The memory is there again, at its addresses, with other bytes: vLLM has forgotten what was in it."""
@@ -140,10 +144,10 @@ class WorkerSide:
         """Before the step is computed: stores that go along with it."""
         self._step += 1
         self._give_up(jobs.preempted)
-        prefills = [job for job in jobs.stores if job.prefill]
-        if prefills:
+        self._prefills = [job for job in jobs.stores if job.prefill]
+        if self._prefills:
             self._layers = Layers(len(self._shape.names), self._device)
-        for job in prefills:
+        for job in self._prefills:
             self._submit(job, self._layers.ready)
 
     def start(self, jobs: StepJobs) -> None:
@@ -161,24 +165,25 @@ class WorkerSide:
             if not begun:
                 self._fail(load, load.first_block)
                 if not load.inside:
-                    self._refused.append(load.request_id)
+                    self._over.append(load.request_id)
         for job in jobs.stores:
             if not job.prefill:
                 self._submit(job, partial(_ready_after, fence))
 
     def layer_computed(self, name: str) -> None:
         layer = self._layer_of.get(name)
-        if layer is not None and self._open:
-            self._layers.mark(layer)
+        if layer is not None:
+            self._computed_without(layer)
+            if self._open:
+                self._layers.mark(layer)
 
     def computed(self) -> None:
         """The step is computed, or queued; whatever was loaded inside it has been waited for."""
-        self._layers.mark_all()
+        self._computed_without(len(self._shape.names) - 1)
         for inside in self._inside:
-            if inside.layers < len(self._shape.names):
-                self._fail(inside.job, inside.job.first_block)  # a layer did not ask: it was computed without
             self._crew.submit(inside.hit.release)
         self._inside = []
+        self._layers.mark_all()  # behind the failures: a prefill over what did not come is given up by now
 
     def wait_layer(self, name: str) -> None:
         """Return when what is loaded inside the step is in place in that layer, or is known not to come."""
@@ -191,16 +196,17 @@ class WorkerSide:
             try:
                 inside.restore.wait_layer(layer)
                 inside.layers = max(inside.layers, layer + 1)
-            except FlatCakeError as error:
+            except Exception as error:  # noqa: BLE001 - one that fails must not let the others' layers be computed without
+                log.warning("a restore failed, its blocks are computed: %s", error)
                 self._fail(inside.job, getattr(error, "usable_blocks", inside.job.first_block))
-                inside.restore, inside.layers = None, len(self._shape.names)
+                inside.restore = None
 
     def finished(self, ended_ids: set[str], *, idle: bool) -> tuple[set[str], set[str]]:
         """Requests whose stores hold no blocks any more, and those whose load has ended; those that are over are cancelled."""
         for request_id in ended_ids:
             self._restores.cancel(request_id)
-        received = set(self._restores.ended(IDLE_S if idle else 0.0)) | set(self._refused)
-        self._refused = []
+        received = set(self._restores.ended(IDLE_S if idle else 0.0)) | set(self._over)
+        self._over = []
         with self._freed:
             self._ended |= ended_ids & self._owed
             if idle and not received and self._ended and all(self._open[request_id] for request_id in self._ended):
@@ -290,6 +296,11 @@ class WorkerSide:
                 self._failed_blocks.update(failed)
                 if job.inside:
                     self._suspect |= dict.fromkeys(failed, self._step)
+                    self._given_up |= {
+                        each.request_id
+                        for each in self._prefills
+                        if self._open[each.request_id] and not set(failed).isdisjoint(each.block_ids)
+                    }
             self.tally.add("load_failed_blocks", len(failed))
 
     # In the worker's thread.
@@ -317,6 +328,14 @@ class WorkerSide:
                 self._layers.mark_all()
                 self._freed.wait_for(rested, self._settings.store_timeout_s)
 
+    def _computed_without(self, layer: int) -> None:
+        """Loads inside the step that this layer did not wait for have failed; they write nothing any more."""
+        for inside in self._inside:
+            if inside.restore is not None and inside.layers <= layer:
+                self._fail(inside.job, inside.job.first_block)
+                inside.restore.close()
+                inside.restore = None
+
     def _begin_inside(self, job: Load) -> None:
         kv = self._kv
         hit = self._space.lookup(self._keys(job.hashes, job.salt))
@@ -327,7 +346,11 @@ class WorkerSide:
         if hit.blocks < len(job.hashes):
             self._fail(job, hit.blocks)
         slots = np.array((0,) * job.first_block + job.block_ids, np.int64)[: hit.blocks]
-        restore = hit.restore(kv.pages, slots, first_block=job.first_block, timeout_s=self._settings.load_timeout_s)
+        try:
+            restore = hit.restore(kv.pages, slots, first_block=job.first_block, timeout_s=self._settings.load_timeout_s)
+        except BaseException:
+            hit.release()
+            raise
         self._inside.append(_Inside(job, hit, restore))
 
 
