@@ -52,6 +52,7 @@ class _Known:
     salt: bytes
     started: bool = False  # it has blocks, or had, in this admission: its KV is of the weights of then
     asked_s: float | None = None
+    asked_again: bool = False  # because it was to be scheduled: the answer is used, however late vLLM comes for it
     admission: int = 0  # of vLLM: counts its preemptions
     offered: tuple[int, int] = (0, 0)
     inside: bool = False  # to be loaded in the step, not before it
@@ -102,9 +103,11 @@ class SchedulerSide:
         if not answer.waiting and self._stale(known, answer.found):
             self._lookups.cancel(request.request_id)
             self._ask(request, known)
+            known.asked_again = True
             return None, False
         if answer.waiting:
             return None, False
+        known.asked_again = False
         hit = answer.found
         if hit is None:
             return 0, False
@@ -243,6 +246,8 @@ class SchedulerSide:
         """Whether to ask (again): not asked yet, too old, or the lease on what was found has ended."""
         if known.asked_s is None:
             return True
+        if known.asked_again:
+            return False  # steps, or answers, that take longer than an answer is fresh: it would be asked for ever
         return time.monotonic() - known.asked_s > FRESH_S or (hit is not None and not hit.lease.alive())
 
     def _store_turn(self, request: Request, known: _Known, block_ids: Sequence[int]) -> None:
