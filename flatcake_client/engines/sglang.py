@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.runtime_context import get_server_args
 
 from flatcake_client import Client, Overloaded, connect
 from flatcake_client.engines.sglang_pages import PageStore, host_planes, page_slots, page_tokens_of
@@ -104,7 +105,7 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
             self.client,
             host_planes(pool),
             model=config.model_name or "sglang",
-            dtype=str(pool.dtype).removeprefix("torch."),
+            dtype=dtype_of(pool.dtype, _kv_cache_dtype()),
             page_tokens=page_tokens_of(pool),
             weights=self._weights,
             layout=" ".join((
@@ -314,6 +315,20 @@ def borders(store: PageStore, keys: Sequence[str], window: int, lengths: set[int
             if len(found) == BORDERS_FOUND:
                 break
     return found
+
+
+def dtype_of(stored: Any, kv_cache_dtype: str) -> str:
+    """Pools keep every fp8 format as bytes: what these mean only SGLang's own setting tells."""
+    name = str(stored).removeprefix("torch.")
+    return name if kv_cache_dtype == "auto" else f"{name}/{kv_cache_dtype}"
+
+
+def _kv_cache_dtype() -> str:
+    """Of the engine in this process, since neither the pool nor the configuration has it; "auto" where there is none."""
+    try:
+        return str(get_server_args().kv_cache_dtype)
+    except (AttributeError, LookupError, RuntimeError, ValueError):
+        return "auto"
 
 
 def check_settings(extra: Mapping[str, Any], others: frozenset[str] = frozenset()) -> None:

@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from flatcake_client import Hit, Unavailable
 from flatcake_client.background import Crew
-from flatcake_client.engines.sglang import LAYOUT, borders, check_settings, client_of
+from flatcake_client.engines.sglang import LAYOUT, borders, check_settings, client_of, dtype_of
 from flatcake_client.engines.sglang_pages import PageStore, Slots
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,8 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
         def open_store(name: str, planes: list[Any], dtype: str, page_tokens: int) -> PageStore:
             return PageStore(
-                self.client, planes, model=server_args.model_path, dtype=dtype, page_tokens=page_tokens,
+                self.client, planes, model=server_args.model_path, page_tokens=page_tokens,
+                dtype=dtype_of(dtype, str(getattr(server_args, "kv_cache_dtype", "auto"))),
                 weights=str(extra.get("weights", "")), shards=1 if replicated else size, shard=0 if replicated else rank,
                 layout=f"{LAYOUT} device {name} pp {params.pp_rank}/{params.pp_size} "
                 f"cp {params.attn_cp_rank}/{params.attn_cp_size}",

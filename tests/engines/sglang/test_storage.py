@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from threading import Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 import flatcake_client as fc
+from flatcake_client.engines import sglang
 from flatcake_client.engines.sglang import FlatCakeStorage
 from flatcake_client.engines.sglang_pages import host_planes, page_slots
 
@@ -152,6 +154,16 @@ def test_other_ranks_are_other_spaces(engine_of, different):
 
 def transfer(name, keys, harness, pages, policy=PoolHitPolicy.ALL_PAGES):
     return PoolTransfer(name=name, keys=keys, host_indices=harness.rows(pages), hit_policy=policy)
+
+
+def test_fp8_formats_are_other_spaces_though_pools_keep_both_as_bytes(engine_of, monkeypatch):
+    names = []
+    for kv_cache_dtype in ("fp8_e4m3", "fp8_e5m2", "auto"):
+        monkeypatch.setattr(
+            sglang, "get_server_args", lambda named=kv_cache_dtype: SimpleNamespace(kv_cache_dtype=named)
+        )
+        names.append(engine_of().harness.storage._stores["kv"].space.spec.fingerprint)
+    assert len(set(names)) == 3
 
 
 def test_pools_each_by_its_policy(engine_of):
