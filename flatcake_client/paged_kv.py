@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flatcake_client.keys import KeyArray
 from flatcake_client.space import Space
-from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
+from flatcake_transport.errors import FlatCakeError, Overloaded
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class PagedKv:
         Args:
             slots: one for each block of the chain.
             salt: as it was given to the keys.
-            taken: called once, when the slots may be overwritten: before the turn is persisted, or when it was given up.
+            taken: called, maybe twice, when the slots may be overwritten: before the turn is persisted, or when it was given up.
             wanted: looked at between layers and before the turn is persisted; False: it is given up.
             layer_ready: waits until a layer's blocks are computed; False: they will not be, the turn is given up.
         """
@@ -138,7 +138,7 @@ class PagedKv:
                 return Stored(sum(part.blocks for part in turn.parts))
         except Overloaded as error:
             return Stored(0, str(error))
-        except Unavailable as error:
+        except FlatCakeError as error:
             log.warning("a turn was not stored: %s", error)
             return Stored(0, str(error))
         finally:

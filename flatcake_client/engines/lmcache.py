@@ -131,14 +131,17 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
         return 0 if await self._wait(self._asking, partial(self._store.ping, self._kind), False) else 1
 
     def _prefix(self, keys: Sequence[Any]) -> int:
+        found = 0
         try:
             deadline_s = time.monotonic() + self._client.timeout_s
             names = [name_of(key) for key in keys]
             for run in self._store.search(self._kind, names, pin=False, deadline_s=deadline_s, prefix_only=True):
-                return len(run.positions)
+                found = len(run.positions)
         except Exception as error:  # noqa: BLE001 - LMCache's edge: whatever it is, the chunks are computed
             self._failing.failed("a lookup", error)
-        return 0
+            return 0
+        self._failing.worked("a lookup")
+        return found
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
