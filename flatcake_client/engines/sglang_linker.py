@@ -19,10 +19,11 @@ import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -149,7 +150,7 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._loads = Crew("sglang-load", 1, QUEUE_MAX)
         self._offloads = Crew("sglang-offload", 1, QUEUE_MAX)  # one: results are in the order of the calls
-        self._results: deque[bool] = deque()
+        self._results: deque[Future[bool]] = deque()  # one an offload, in the order of the calls
         self._pending: dict[str, list[PoolTransfer]] = {}
         self._pins: OrderedDict[str, dict[str, Pinned]] = OrderedDict()
         self._before: OrderedDict[str, str] = OrderedDict()  # page -> the page before it
@@ -279,7 +280,7 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- offload -------------------------------------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Queue pages of all pools for storing; False if it was not queued. Its result comes with `pop_completed_offload`."""
+        """Queue pages of all pools for storing; False if there is nothing to. Its result comes with `pop_completed_offload`."""
         expanded: list[PoolTransfer] = self._try(
             "offloads", [], lambda: self.pool_group.resolve_transfers(transfers, allow_partial=True)
         )  # fmt: skip
@@ -287,15 +288,24 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         keys = next((list(each.keys) for each in transfers if each.name == PoolName.KV), [])
         prefix = self._learn(keys)
+        result: Future[bool] = Future()
+        self._results.append(result)
         if not self._owner:
-            self._results.append(True)  # another rank has the same bytes and stores them
+            result.set_result(True)  # another rank has the same bytes and stores them
             return True
-        queued = self._offloads.submit(partial(self._offload, expanded, prefix, session_id, self._ready()))
+        queued = self._offloads.submit(partial(self._offload, result, expanded, prefix, session_id, self._ready()))
         self._count(**{"offloads" if queued else "offloads_dropped": 1})
-        return queued
+        if not queued:  # a result like others: SGLang reduces the results of ranks one by one, so none may lack
+            result.set_result(False)
+        return True
 
     def _offload(
-        self, transfers: list[PoolTransfer], prefix: list[str], session_id: str | None, ready: list[Any]
+        self,
+        result: Future[bool],
+        transfers: list[PoolTransfer],
+        prefix: list[str],
+        session_id: str | None,
+        ready: list[Any],
     ) -> None:
         def store_all() -> bool:
             for event in ready:
@@ -307,14 +317,14 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 pool.store.store(() if trailing else prefix, list(each.keys), slots, session_id)
             return True
 
-        self._results.append(self._try("offloads", False, store_all))
+        result.set_result(self._try("offloads", False, store_all))
 
     def num_completed_offloads(self) -> int:
-        return len(self._results)
+        return sum(1 for _ in takewhile(Future.done, self._results))
 
     def pop_completed_offload(self) -> bool:
         """The result of the oldest offload: every pool has all its pages stored."""
-        return self._results.popleft()
+        return self._results.popleft().result()
 
     # -- the end, and what all use -------------------------------------------------------------------------------------
 

@@ -137,6 +137,24 @@ def test_results_of_offloads_come_in_order(engine, monkeypatch):
     assert not linker.offload([PoolTransfer(PoolName.KV, keys=[], device_indices=torch.zeros(0, dtype=torch.int64))])
 
 
+def test_an_offload_that_is_dropped_has_a_result_in_its_place(engine, monkeypatch):
+    """Ranks' results are reduced one by one: on a rank with one less they would be of other pages than on the others."""
+    harness, linker = engine.harness, engine.harness.linker
+    real, calls = linker._offloads.submit, []
+
+    def second_is_dropped(work):
+        calls.append(work)
+        return len(calls) != 2 and real(work)
+
+    monkeypatch.setattr(linker._offloads, "submit", second_is_dropped)
+    for seed in range(3):
+        keys = harness.hashes(engine.tokens(seed, 2))
+        assert linker.offload([PoolTransfer(PoolName.KV, keys=keys, device_indices=harness.rows(harness.take(2)))])
+    until(lambda: linker.num_completed_offloads() == 3)
+    assert [linker.pop_completed_offload() for _ in range(3)] == [True, False, True]
+    assert linker.stats().offloads_dropped == 1
+
+
 def test_pages_that_do_not_lie_on_their_borders_are_refused(engine):
     linker = engine.harness.linker
     rows = torch.arange(1, 1 + SHAPE.block_tokens)
