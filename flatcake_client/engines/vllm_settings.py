@@ -183,7 +183,11 @@ def _config_digest(config: VllmConfig) -> str:
     model = config.model_config
     described = {name: value for name, value in model.hf_config.to_dict().items() if name not in CONFIG_NOISE}
     described["quantization"] = str(model.quantization)
-    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    text = json.dumps(described, sort_keys=True, default=str)
+    if "longrope" in text or '"su"' in text:
+        # vLLM turns such keys by the short or the long factors, whichever the longest context that it serves asks for.
+        text += f" {model.max_model_len}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _weights_digest(config: VllmConfig) -> str:

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindo
 
 from flatcake_client.engines.vllm import FlatCakeConnector
 from flatcake_client.engines.vllm_jobs import COUNTERS, FlatCakePromMetrics, FlatCakeStats
-from flatcake_client.engines.vllm_settings import Settings, geometry, shard_of
+from flatcake_client.engines.vllm_settings import Settings, _config_digest, geometry, shard_of
 from flatcake_client.engines.vllm_worker import by_block
 
 
@@ -55,6 +55,17 @@ def test_ranks_are_shards():
     config.model_config.get_total_num_hidden_layers = lambda: 5
     with pytest.raises(ValueError, match="5 do not divide by 2"):
         geometry(config, cache_configuration(Shape(layers=2)))
+
+
+def test_the_longest_context_is_in_the_space_where_it_decides_how_keys_are_turned():
+    digests = set()
+    for rope, longest in (("longrope", 4096), ("longrope", 8192), ("default", 4096), ("default", 8192)):
+        config = configuration("unix:///nowhere", Shape())
+        described = {"rope_parameters": {"rope_type": rope}}
+        config.model_config.hf_config = SimpleNamespace(to_dict=lambda described=described: described)
+        config.model_config.max_model_len = longest
+        digests.add(_config_digest(config))
+    assert len(digests) == 3
 
 
 def test_layers_are_in_order_whatever_their_names():
