@@ -40,6 +40,7 @@ LAYOUT: Final = "sglang/1"
 TIMEOUT_S: Final = 1.0
 TRANSFER_TIMEOUT_S: Final = 10.0
 WINDOW_PROBES_MAX: Final = 128  # lookups for the borders of one hit: a millisecond each, on the prefetch thread
+PROBES_S: Final = 1.0  # and no longer than that: the linker asks on SGLang's scheduler thread
 BORDERS_FOUND: Final = 4  # ranks must agree on one; the longest are enough
 SAMPLES_KEPT: Final = 1000
 SGLANG_KEYS: Final = frozenset(("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size"))
@@ -306,9 +307,12 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 def borders(store: PageStore, keys: Sequence[str], window: int, lengths: set[int]) -> set[int]:
-    """The longest prefixes of `keys`, of these lengths, whose last `window` pages are stored: a bounded number of lookups."""
+    """The longest prefixes of `keys`, of these lengths, whose last `window` pages are stored: a bounded number of lookups, in bounded time."""
     found: set[int] = set()
+    deadline_s = time.monotonic() + PROBES_S
     for length in sorted(lengths, reverse=True)[:WINDOW_PROBES_MAX]:
+        if time.monotonic() >= deadline_s:
+            break
         asked = keys[max(0, length - window) : length]
         if store.count((), asked) == len(asked):
             found.add(length)

@@ -166,6 +166,20 @@ def test_fp8_formats_are_other_spaces_though_pools_keep_both_as_bytes(engine_of,
     assert len(set(names)) == 3
 
 
+def test_borders_are_looked_for_no_longer_than_a_second(monkeypatch):
+    now_s, asked = [0.0], []
+    monkeypatch.setattr(sglang, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def count(_prefix, keys):
+        asked.append(keys)
+        now_s[0] += 0.3  # a slow daemon
+        return 0
+
+    keys = [str(number) for number in range(100)]
+    assert not sglang.borders(SimpleNamespace(count=count), keys, 1, set(range(1, 101)))
+    assert len(asked) == 4
+
+
 def test_pools_each_by_its_policy(engine_of):
     """An indexer has every page, a sliding window only those before its borders; the hit is what all can restore."""
     engine = engine_of()
