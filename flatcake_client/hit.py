@@ -20,7 +20,6 @@ from flatcake_client.connection import Connection
 from flatcake_client.handover import Descriptors
 from flatcake_client.keys import KeyArray
 from flatcake_client.lease import Lease
-from flatcake_client.linger import Pause
 from flatcake_client.records import Found, Run
 from flatcake_client.remote_path import LeasedFiles, RemoteArena, RemoteFiles
 from flatcake_client.restore import RemoteSource, Restore
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from flatcake_client.space import Space
 
 REPORT_TIMEOUT_S: Final = 1.0
-RELEASE_TIMEOUT_S: Final = 0.25  # an engine's thread waits for it
-RELEASE_AGAIN_S: Final = 1.0
+RELEASE_WAIT_S: Final = 0.25  # an engine's thread waits no longer; the call goes on without it
 
 
 class Hit:
@@ -151,7 +149,10 @@ class Hit:
                 source.close(moving, self._client.linger)
         connection = self._connection
         if mine and self.lease.lease_id and connection is not None and not connection.lost():
-            _release(self._client, connection, self.lease.lease_id)
+            with contextlib.suppress(FlatCakeError):
+                connection.rpc.release(
+                    connection.welcome, [self.lease.lease_id], self._client.timeout_s, RELEASE_WAIT_S
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -191,15 +192,6 @@ class Hit:
         self._client.counts.add("bytes_read", stats.bytes_read)
         for read in restore.remote_reads:
             self._client.bandwidths.add(read, time.monotonic())
-
-
-def _release(client: Client, connection: Connection, lease_id: int) -> None:
-    """Now if the daemon answers, else with a later call of the client: an unused lease holds a session for its whole time."""
-    try:
-        connection.rpc.release(connection.welcome, [lease_id], min(client.timeout_s, RELEASE_TIMEOUT_S))
-    except FlatCakeError:
-        if not connection.lost() and not client.closed:
-            client.linger.leave([Pause(RELEASE_AGAIN_S)], partial(_release, client, connection, lease_id))
 
 
 def _sources(client: Client, found: Found, connection: Connection, asked_s: float) -> list[RemoteSource]:

@@ -75,6 +75,7 @@ class Rpc:
         self._now_s = now_s
         self._silent_until_s = 0.0
         self._closed = False
+        self._going: set[Any] = set()
         self._dial()
 
     def _dial(self) -> None:
@@ -166,11 +167,23 @@ class Rpc:
         reply = self._call(self._stub.Renew, request, timeout_s)
         return list(reply.alive), list(reply.alive_remote)
 
-    def release(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> None:
+    def release(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float, wait_s: float) -> None:
+        """Give leases back. Waits for the answer for `wait_s`; the call itself goes on for `timeout_s`, whoever waits."""
         request = store_pb2.ReleaseRequest(
             client_id=welcome.client_id, incarnation=welcome.incarnation, lease_ids=lease_ids
         )
-        self._call(self._stub.Release, request, timeout_s)
+
+        def call(request: store_pb2.ReleaseRequest, **options: Any) -> store_pb2.ReleaseReply:
+            going: Any = self._stub.Release.future(request, **options)
+            self._going.add(going)  # gRPC cancels a call that nobody has any more
+            going.add_done_callback(self._going.discard)
+            try:
+                reply: store_pb2.ReleaseReply = going.result(timeout=wait_s)
+            except (grpc.FutureTimeoutError, grpc.FutureCancelledError):  # later, or the channel was closed
+                return store_pb2.ReleaseReply()
+            return reply
+
+        self._call(call, request, timeout_s)
 
     def begin_turn(
         self,

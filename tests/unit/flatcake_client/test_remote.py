@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -154,12 +153,13 @@ def test_who_waits_for_one_staging_gives_back_the_other(hit, movers, held):
 
 def test_a_run_beyond_what_its_node_serves_is_no_part_of_a_hit():
     """It would be a caller's error to the mover, and raised in the engine."""
-    media = {(3, Medium.MEMORY): 8192, (3, Medium.SSD): sys.maxsize}
+    node = RemoteNode(3, 1, 8.0, RemoteMemory(b"w", b"k", 0, 8192), verify=True, exported=frozenset({5}))
 
-    def run(medium: Medium, offset: int, node: int = 3) -> Run:
-        return Run(Address.of(medium, node, offset), 1, 0, 1, 4096, 0, 0)
+    def run(medium: Medium, offset: int, file_id: int = 0) -> Run:
+        return Run(Address.of(medium, 3, offset), 1, 0, 1, 4096, file_id, 0)
 
-    assert _readable(run(Medium.MEMORY, 4096), media)
-    assert not _readable(run(Medium.MEMORY, 8192), media)
-    assert _readable(run(Medium.SSD, 1 << 40), media)
-    assert not _readable(run(Medium.MEMORY, 0, node=4), media)
+    assert _readable(run(Medium.MEMORY, 4096), node)
+    assert not _readable(run(Medium.MEMORY, 8192), node)
+    assert not _readable(run(Medium.MEMORY, 0), None)
+    assert _readable(run(Medium.SSD, 1 << 40, 5), node)
+    assert not _readable(run(Medium.SSD, 1 << 40, 6), node)
