@@ -233,9 +233,12 @@ def test_settings_that_make_no_sense_are_refused(daemon):
 
 def test_close_twice_and_results_after_it(make_adapter):
     adapter = make_adapter()
-    adapter.submit_store_task(keys_of(4), Buffers(4).fill().objects)
+    task = adapter.submit_store_task(keys_of(4), Buffers(4).fill().objects)
     adapter.close()
     adapter.close()
+    assert set(adapter.pop_completed_store_tasks()) == {task}, "what was under way has its result"
+    assert adapter.pop_completed_store_tasks() == {}
+    assert adapter.query_load_result(task) is None
 
 
 # -- LMCache's own storage manager, with its store and prefetch controllers ----------------------------------------------
