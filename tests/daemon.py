@@ -123,7 +123,7 @@ class Daemon:
         """The first status for which `condition(status)` holds."""
         deadline_s = time.monotonic() + timeout_s
         while not condition(status := self.status()):
-            assert time.monotonic() < deadline_s, f"never came: {json.dumps(status, indent=1)}"
+            assert time.monotonic() < deadline_s, f"never came: {json.dumps(status, indent=1)}\n{self.log_tail()}"
             select.select([], [], [], 0.02)
         return status
 

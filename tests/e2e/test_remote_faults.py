@@ -100,7 +100,8 @@ def test_a_node_that_restarts_on_another_port_during_a_read(pair):
     settled(one, two)
 
 
-ADDRESSES = {"IPv4": ("10.231.7.1", "10.231.7.2", 24)}
+NET = os.getpid() % 250  # two runs on one machine must not take each other's addresses
+ADDRESSES = {"IPv4": (f"10.231.{NET}.1", f"10.231.{NET}.2", 24)}
 
 
 def ip(*words):
