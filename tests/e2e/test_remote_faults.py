@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,11 +109,21 @@ def ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
+def clear_leftovers():
+    """A run that was killed leaves its device, and with it a route to addresses that another run may take."""
+    for device in os.listdir("/sys/class/net"):  # noqa: PTH208
+        owner = device.removeprefix("fcn")
+        if owner != device and not Path(f"/proc/{owner}").exists():
+            subprocess.run(["ip", "netns", "del", f"fc{owner}"], check=False, capture_output=True)
+            subprocess.run(["ip", "link", "del", device], check=False, capture_output=True)
+
+
 @pytest.fixture(params=ADDRESSES)
 def cable(request, tmp_path):
     """A veth pair into a network namespace; the addresses of both ends, and a file that moves a process there."""
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("network namespaces need root and iproute2: partitions were tested by stopped processes only")
+    clear_leftovers()
     here, there, bits = ADDRESSES[request.param]
     name, near, away = f"fc{os.getpid()}", f"fcn{os.getpid()}", f"fca{os.getpid()}"
     try:
