@@ -40,16 +40,18 @@ from flatcake_server.lease import LeaseTable
 from flatcake_server.placement import Policy
 from flatcake_server.reserve import Numbers, Reserver
 from flatcake_server.retire import Retirement
-from flatcake_server.rpc import AdminService, Identity, StoreService, Timings, Views
+from flatcake_server.rpc import Identity, StoreService, Timings
 from flatcake_server.rpc_server import RpcServer
+from flatcake_server.rpc_views import AdminService, Views
 from flatcake_server.session import PathInUse
 from flatcake_server.sizing import SizingPolicy
 from flatcake_server.store import Bounds, Store
 from flatcake_server.views import Reports
 from flatcake_server.web import start_web, web_app
 from flatcake_transport.address import OFFSET_LIMIT, Medium
+from flatcake_transport.endpoint import is_private, socket_candidates
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
-from flatcake_transport.units import Listen, parse_listen
+from flatcake_transport.units import Listen, approximate_size, parse_listen
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +110,12 @@ class Node:
     def build_store(self) -> None:
         """The store and what it stands on: all but the wire."""
         config = self.config
-        self.arena = Arena(config.memory_bytes, config.huge_pages)
+        try:
+            self.arena = Arena(config.memory_bytes, config.huge_pages)
+        except OSError as error:
+            raise Unavailable(
+                f"no memory of {approximate_size(config.memory_bytes)}: {error.strerror}: lower memory_bytes"
+            ) from error
         reserver = Reserver(
             self.catalog,
             self.memory,
@@ -177,7 +184,7 @@ class Node:
         self.rpc = RpcServer(
             (
                 StoreService(self.store, self.identity, self.timings, cluster.remote if cluster is not None else None),
-                AdminService(views, self.timings),
+                AdminService(views, self.timings, config.message_bytes_max),
             ),
             cluster.service if cluster is not None else None,
             message_bytes_max=config.message_bytes_max,
@@ -324,8 +331,18 @@ async def _in_time(work: Awaitable[object], timeout_s: float) -> bool:
 
 
 def _take_socket(path: Path) -> None:
-    """Have the socket's directory, and no dead socket in it. Raises: Unavailable: another daemon answers there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Have the socket's directory, and no dead socket in it. Raises: Unavailable: it cannot be had, or another daemon answers."""
+    own = (
+        path == socket_candidates(os.environ, os.getuid())[1]
+    )  # by default, maybe in /tmp, where anybody makes directories
+    try:
+        path.parent.mkdir(mode=0o700 if own else 0o777, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unavailable(f"no directory for the socket {path}: {error.strerror}: choose another --socket") from error
+    if own and not is_private(path.parent, os.getuid()):
+        raise Unavailable(
+            f"{path.parent} is another user's, or others can write to it: chmod 700 it, or choose another --socket"
+        )
     if path.is_socket():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)

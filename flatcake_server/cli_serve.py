@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import BeforeValidator
 
-from flatcake_server.config import NodeConfig, check_ssd_paths, find_config, load_config
+from flatcake_server.config import NodeConfig, check_ssd_paths, find_config, load_config, reader_of
 from flatcake_transport.units import format_duration, format_size, parse_duration, parse_size
 
 _TEXT_COLUMNS = 100
@@ -32,20 +31,13 @@ _HEADER = """\
 """
 
 
-def _reader(name: str) -> object:
-    """What reads the option's text in the model: its sort."""
-    return next(
-        (item.func for item in NodeConfig.model_fields[name].metadata if isinstance(item, BeforeValidator)), None
-    )
-
-
 def to_text(name: str, value: object) -> str:
     """A value as TOML, and as people would write it: sizes and durations with units."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if _reader(name) is parse_size:
+    if reader_of(name) is parse_size:
         return json.dumps(format_size(int(str(value))))
-    if _reader(name) is parse_duration:
+    if reader_of(name) is parse_duration:
         return json.dumps(format_duration(float(str(value))))
     if isinstance(value, tuple):
         return json.dumps([str(item) for item in value])
@@ -65,7 +57,7 @@ def _metavar(name: str) -> str:
         return "PATH"
     if isinstance(field.default, bool):
         return "true|false"
-    sort = {parse_size: "SIZE", parse_duration: "DURATION"}.get(_reader(name))  # type: ignore[call-overload]
+    sort = {parse_size: "SIZE", parse_duration: "DURATION"}.get(reader_of(name))  # type: ignore[call-overload]
     return sort or ("NUMBER" if isinstance(field.default, int | float) else "TEXT")
 
 

@@ -24,12 +24,18 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from flatcake_server.config_checks import refuse_bad_cluster, refuse_bad_paths
+from flatcake_server.config_checks import one_line, refuse_bad_cluster, refuse_bad_paths
 from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
 from flatcake_transport.endpoint import socket_candidates
 from flatcake_transport.layout import ALIGN_BYTES, GRANULE_BYTES_MIN
 from flatcake_transport.served import STAGED_BYTES_MAX
-from flatcake_transport.units import approximate_size, format_size, parse_duration, parse_listen, parse_size
+from flatcake_transport.units import (
+    approximate_size,
+    format_size,
+    parse_duration,
+    parse_listen,
+    parse_size,
+)
 
 ENVIRONMENT_PREFIX: Final = "FLATCAKE_"
 SYSTEM_CONFIG: Final = Path("/etc/flatcake/flatcake.toml")
@@ -40,7 +46,12 @@ MEMORY_BYTES_MIN: Final = 1 << 20
 SSD_BYTES_MIN: Final = 16 << 20
 
 # Read by the client and by `flatcake` itself, so they are no options of the node.
-_OTHER_VARIABLES: Final = {"FLATCAKE_ENDPOINT", "FLATCAKE_CONFIG"}
+_OTHER_VARIABLES: Final = {
+    "FLATCAKE_ENDPOINT",
+    "FLATCAKE_CONFIG",
+    "FLATCAKE_UCX_LIB",  # which libucp
+    "FLATCAKE_PEER_MOONCAKE",  # how bench/peers drives Mooncake
+}
 # Kubernetes puts these into every pod beside a Service whose name starts with "flatcake".
 _SERVICE_LINK: Final = re.compile(r"FLATCAKE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
 
@@ -72,7 +83,7 @@ Address = Annotated[str, BeforeValidator(_address)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_words)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Bound = Annotated[int, Field(ge=1, le=1 << 40)]
+Bound = Annotated[int, Field(ge=1, le=1 << 36)]  # what the index can address
 
 
 class ClusterConfig(BaseModel):
@@ -374,7 +385,7 @@ def load_config(
     try:
         return NodeConfig.model_validate(chosen)
     except ValidationError as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(one_line(error, reader_of)) from error
 
 
 def find_config(option: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -416,12 +427,7 @@ def _unknown(name: str, known: Mapping[str, Any]) -> str:
     return f"unknown option {name}: {meant}known options are {', '.join(sorted(known))}"
 
 
-def _one_line(error: ValidationError) -> str:
-    lines = []
-    for detail in error.errors(include_url=False):
-        where = ".".join(str(part) for part in detail["loc"])
-        message = detail["msg"].removeprefix("Value error, ")
-        given = detail.get("input")
-        shown = f" (given: {given!r})" if where and detail["type"] != "value_error" else ""
-        lines.append(f"{where}: {message}{shown}" if where else message)
-    return "; ".join(lines).replace("\n", " ")
+def reader_of(name: str) -> object:
+    """What reads an option's text: its sort."""
+    metadata = NodeConfig.model_fields[name].metadata if name in NodeConfig.model_fields else ()
+    return next((item.func for item in metadata if isinstance(item, BeforeValidator)), None)

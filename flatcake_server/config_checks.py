@@ -1,14 +1,23 @@
-"""What one option cannot say of itself: whether options fit each other. Each refusal says what to do."""
+"""What one option cannot say of itself: whether options fit each other; and how a refusal reads. Each says what to do."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
 
 from flatcake_server.cluster.nvmet import parse_port
-from flatcake_transport.units import parse_listen
+from flatcake_transport.units import (
+    Listen,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_listen,
+    parse_size,
+)
 
 REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://")
 
@@ -21,10 +30,7 @@ def refuse_bad_cluster(node: NodeConfig) -> None:
     tls = [name for name in ("tls_cert_file", "tls_key_file", "tls_ca_file") if getattr(node, name)]
     if len(tls) in (1, 2):
         raise ValueError(f"{tls[0]} is set, but TLS needs tls_cert_file, tls_key_file and tls_ca_file: give all three")
-    for address in (*node.peers, *([node.advertise] if node.advertise else [])):
-        if parse_listen(address) is None:
-            raise ValueError(f"{address!r} is no address of a node: write host:port")
-    parse_listen(node.ucx_listen)
+    _refuse_bad_addresses(node)
     _refuse_export_to_nobody(node)
     if node.directory == "none":
         return
@@ -48,6 +54,21 @@ def refuse_bad_cluster(node: NodeConfig) -> None:
         )
 
 
+def _refuse_bad_addresses(node: NodeConfig) -> None:
+    for option, addresses in (("peers", node.peers), ("advertise", [node.advertise] if node.advertise else [])):
+        for address in addresses:
+            if _listen(option, address) is None:
+                raise ValueError(f"{option}: {address!r} is no address of a node: write host:port")
+    _listen("ucx_listen", node.ucx_listen)
+
+
+def _listen(option: str, address: str) -> Listen | None:
+    try:
+        return parse_listen(address)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+
+
 def _refuse_export_to_nobody(node: NodeConfig) -> None:
     if parse_port(node.nvmeof) is not None and not node.nvmeof_allowed_hosts:
         raise ValueError("nvmeof exports to nobody: set nvmeof_allowed_hosts to the numbers of the nodes that may read")
@@ -67,3 +88,31 @@ def refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path], socket_bytes_max: 
                 raise ValueError(
                     f"ssd_paths {path} and {other} lie in each other: give each disk one directory of its own"
                 )
+
+
+_BOUNDS: Final = {"ge": "is at least", "gt": "is above", "le": "is at most", "lt": "is below"}
+_FORMS: Final = {
+    "socket_mode": "is three octal digits, like 0660",
+    "cluster_name": "is up to 64 letters, digits, dots, dashes and underscores",
+}
+
+
+def one_line(error: ValidationError, reader_of: Callable[[str], object]) -> str:
+    """All that is wrong. `reader_of` gives what reads an option's text, which is how its bounds are written, too."""
+    lines = []
+    for detail in error.errors(include_url=False):
+        where = ".".join(str(part) for part in detail["loc"])
+        message = _bound_of(where, detail, reader_of(where)) or detail["msg"].removeprefix("Value error, ")
+        given = detail.get("input")
+        shown = f" (given: {given!r})" if where and detail["type"] != "value_error" else ""
+        lines.append(f"{where}: {message}{shown}" if where else message)
+    return "; ".join(lines).replace("\n", " ")
+
+
+def _bound_of(name: str, detail: Mapping[str, Any], reader: object) -> str:
+    """A bound in the units in which the option is written, or how its text must look; empty where it is neither."""
+    write: Callable[[Any], str] = {parse_size: format_size, parse_duration: format_duration}.get(reader, str)  # type: ignore[call-overload]
+    context = detail.get("ctx", {})
+    if "pattern" in context:
+        return _FORMS[name]
+    return next((f"{words} {write(context[key])}" for key, words in _BOUNDS.items() if key in context), "")

@@ -24,7 +24,7 @@ from flatcake_server.clients import StaleClient
 from flatcake_server.disk import Disk
 from flatcake_server.records import FileId
 from flatcake_server.store import Store
-from flatcake_transport.errors import FlatCakeError
+from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.handoff import (
     FDS_MAX,
     MESSAGE_BYTES_MAX,
@@ -58,9 +58,16 @@ class Handover:
         self.handed_total = 0
 
     def start(self) -> None:
+        """Raises: Unavailable: there can be no socket at the path."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        listener.bind(str(self._path))
-        self._path.chmod(self._mode)
+        try:
+            listener.bind(str(self._path))
+            self._path.chmod(self._mode)
+        except OSError as error:
+            listener.close()
+            raise Unavailable(
+                f"no socket can be made at {self._path}: {error.strerror}: choose another --socket"
+            ) from error
         listener.listen(128)
         self._listener = listener
         self._acceptor = asyncio.ensure_future(self._accept(listener))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from flatcake_server.store import Store
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import Corrupt, FlatCakeError
 from flatcake_transport.layout import align_up, segment_layout
+
+FINDINGS_MAX: Final = 1000  # in a report: beyond that a list helps nobody, and no message holds it
 
 Progress = Callable[[int, int], None]
 Extents = list[tuple[int, int]]

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from flatcake_server.journal_records import (
     JournalImage,
     read_image,
 )
-from flatcake_server.rebuild import rebuild
+from flatcake_server.law import FINDINGS_MAX
+from flatcake_server.rebuild import rebuild, refuse_strange
 from flatcake_server.records import FileId, SegmentRecord, SessionRecord
 from flatcake_server.scan import SessionFileReader
 from flatcake_server.session import LOCK_NAME, SESSIONS_NAME, file_path, lock_path, walk_files
@@ -37,8 +38,6 @@ from flatcake_transport.layout import ALIGN_BYTES, segment_layout
 __all__ = ["CheckReport", "Progress", "check", "rebuild"]
 
 Progress = Callable[[int, int], None]  # done, total: segments, or bytes where bytes are read
-
-FINDINGS_MAX: Final = 1000  # beyond that a list helps nobody
 
 
 @dataclass(slots=True)
@@ -225,10 +224,7 @@ def _counts(image: JournalImage, on_disk: dict[FileId, int], checked_bytes: int)
 @contextlib.contextmanager
 def _looking(path: Path) -> Iterator[None]:
     """Keep a daemon from starting meanwhile. Where no lock file is, no daemon ever was, and none is made."""
-    if not path.is_dir():
-        raise ValueError(f"{path} is no directory")
-    if not any((path / name).exists() for name in (LOCK_NAME, SESSIONS_NAME, JOURNAL_NAME)):
-        raise ValueError(f"{path} is no SSD path of FlatCake: it has no {SESSIONS_NAME}, {JOURNAL_NAME} or {LOCK_NAME}")
+    refuse_strange(path)
     fd = lock_path(path, shared=True) if (path / LOCK_NAME).exists() else -1
     try:
         yield

@@ -37,7 +37,7 @@ from flatcake_server.journal_records import (
 )
 from flatcake_server.records import FileId, FileRecord, Generation, SegmentRecord, SessionNo, SessionRecord
 from flatcake_server.scan import SessionFileReader
-from flatcake_server.session import file_path, lock_path, walk_files
+from flatcake_server.session import LOCK_NAME, SESSIONS_NAME, file_path, lock_path, walk_files
 from flatcake_transport.address import Address, Medium
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.footer import Footer
@@ -73,10 +73,9 @@ def rebuild(path: Path, *, progress: Progress = lambda _done, _total: None) -> d
     """Make the journal of one SSD path anew. Reads every session file whole; holds the path's lock meanwhile.
 
     Returns: counts of what was taken over and what was left out, and why.
-    Raises: ValueError: no such directory. Unavailable: a process has the path (named by its pid), or the disk fails.
+    Raises: ValueError: no SSD path of FlatCake. Unavailable: a process has it (named by its pid), or the disk fails.
     """
-    if not path.is_dir():
-        raise ValueError(f"{path} is no directory")
+    refuse_strange(path)
     fd = lock_path(path)
     try:
         meta, marks = _old_meta(path)
@@ -107,6 +106,14 @@ def rebuild(path: Path, *, progress: Progress = lambda _done, _total: None) -> d
         "empty_files": found.empty_files,
         "unreadable_files": found.unreadable_files,
     }
+
+
+def refuse_strange(path: Path) -> None:
+    """Raises: ValueError: no directory that a daemon has ever used: nothing is looked for or made in there."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is no directory")
+    if not any((path / name).exists() for name in (LOCK_NAME, SESSIONS_NAME, JOURNAL_NAME)):
+        raise ValueError(f"{path} is no SSD path of FlatCake: it has no {SESSIONS_NAME}, {JOURNAL_NAME} or {LOCK_NAME}")
 
 
 def _read_files(path: Path, found: _Found, progress: Progress) -> None:

@@ -1,5 +1,4 @@
-"""The wire, server side: proto <-> dataclass, error -> status. With rpc_server.py, rpc_admin.py and cluster/ all that
-knows gRPC.
+"""The wire, server side: proto <-> dataclass, error -> status. With the other rpc modules and cluster/ all that knows gRPC.
 
 Every handler runs to its end even when its caller gives up waiting, so that no reservation is half made; a turn begun for a
 caller that is gone is given back.
@@ -13,20 +12,17 @@ caller that is gone is given back.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol
 
 import grpc
 import numpy as np
 
-from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc, store_pb2, store_pb2_grpc
+from flatcake_proto.v1 import store_pb2, store_pb2_grpc
 from flatcake_server.clients import StaleClient
-from flatcake_server.law import Progress
 from flatcake_server.records import KeyArray
 from flatcake_server.segments import SegmentRun
 from flatcake_server.store import Store, UnknownSpace, UnknownTurn
@@ -40,7 +36,6 @@ log = logging.getLogger(__name__)
 PROTOCOL: Final = 1
 KEY_BYTES: Final = 16
 SESSION_NAME_BYTES_MAX: Final = 4096
-LIST_MAX: Final = 1000
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -70,19 +65,6 @@ class Identity:
     cluster_fingerprint: bytes
     memory_checksums: bool = False
     peers: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Views:
-    """What operators may ask; each returns what JSON can hold."""
-
-    status: Callable[[], Any]
-    spaces: Callable[[], list[dict[str, Any]]]
-    nodes: Callable[[], list[dict[str, Any]]]
-    sessions: Callable[[Fingerprint | None, int], list[dict[str, Any]]]
-    session: Callable[[str], dict[str, Any]]
-    drop: Callable[[Sequence[str]], Awaitable[dict[str, Any]]]
-    check: Callable[[bool, Progress], Awaitable[dict[str, Any]]]
 
 
 class Timings:
@@ -377,67 +359,3 @@ class StoreService(store_pb2_grpc.StoreServicer):
             if self._remote is not None:
                 self._remote.unstage(client_id, request)
             return store_pb2.UnstageReply()
-
-
-class AdminService(admin_pb2_grpc.AdminServicer):
-    def __init__(self, views: Views, timings: Timings) -> None:
-        self._views = views
-        self._timings = timings
-
-    async def _json(self, context: Context, verb: str, view: Callable[[], Any]) -> admin_pb2.JsonReply:
-        async with Edge(context, self._timings, verb):
-            answer = view()
-            if asyncio.iscoroutine(answer):
-                answer = await asyncio.shield(answer)
-            return admin_pb2.JsonReply(json=json.dumps(answer))
-
-    async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.JsonReply:  # noqa: ARG002, N802
-        return await self._json(context, "status", lambda: dataclasses.asdict(self._views.status()))
-
-    async def ListSpaces(  # noqa: N802
-        self,
-        request: admin_pb2.ListSpacesRequest,  # noqa: ARG002
-        context: Context,
-    ) -> admin_pb2.JsonReply:
-        return await self._json(context, "list_spaces", self._views.spaces)
-
-    async def ListNodes(  # noqa: N802
-        self,
-        request: admin_pb2.ListNodesRequest,  # noqa: ARG002
-        context: Context,
-    ) -> admin_pb2.JsonReply:
-        return await self._json(context, "list_nodes", self._views.nodes)
-
-    async def ListSessions(  # noqa: N802
-        self, request: admin_pb2.ListSessionsRequest, context: Context
-    ) -> admin_pb2.JsonReply:
-        fingerprint = Fingerprint(request.fingerprint) or None
-        limit = request.limit or LIST_MAX
-        return await self._json(context, "list_sessions", lambda: self._views.sessions(fingerprint, limit))
-
-    async def ShowSession(  # noqa: N802
-        self, request: admin_pb2.ShowSessionRequest, context: Context
-    ) -> admin_pb2.JsonReply:
-        return await self._json(context, "show_session", lambda: self._views.session(request.session))
-
-    async def DropSessions(  # noqa: N802
-        self, request: admin_pb2.DropSessionsRequest, context: Context
-    ) -> admin_pb2.JsonReply:
-        return await self._json(context, "drop_sessions", lambda: self._views.drop(list(request.sessions)))
-
-    async def Check(  # noqa: N802
-        self, request: admin_pb2.CheckRequest, context: Context
-    ) -> AsyncIterator[admin_pb2.CheckProgress]:
-        steps: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-        check = asyncio.ensure_future(
-            self._views.check(request.data, lambda done, total: steps.put_nowait((done, total)))
-        )
-        while not check.done():
-            step = asyncio.ensure_future(steps.get())
-            await asyncio.wait({check, step}, return_when=asyncio.FIRST_COMPLETED)
-            if step.done():
-                done, total = step.result()
-                yield admin_pb2.CheckProgress(done=done, total=total)
-            step.cancel()
-        async with Edge(context, self._timings, "check"):
-            yield admin_pb2.CheckProgress(done=1, total=1, json=json.dumps(check.result()))

@@ -16,7 +16,8 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc, peer_pb2, peer_pb2_grpc, store_pb2, store_pb2_grpc
-from flatcake_server.rpc import AdminService, StoreService
+from flatcake_server.rpc import StoreService
+from flatcake_server.rpc_views import AdminService
 from flatcake_transport.errors import Unavailable
 
 PING_S: Final = 10.0
@@ -84,12 +85,14 @@ class RpcServer:
         Raises: Unavailable: an address cannot be taken.
         """
         port = 0
-        _listen(socket_path, lambda: self._server(tcp=False).add_insecure_port(f"unix:{socket_path}"))
+        unix = self._server(tcp=False)
+        _listen(socket_path, lambda: unix.add_insecure_port(f"unix:{socket_path}"), "choose another --socket")
         if tcp is not None:
             server = self._server(tcp=True)
             secure = self._credentials
             add = server.add_insecure_port if secure is None else lambda where: server.add_secure_port(where, secure)
-            port = _listen(tcp, lambda: add(tcp))
+            mend = "choose another --grpc-listen" + (", or mend the files of tls_*_file" if secure is not None else "")
+            port = _listen(tcp, lambda: add(tcp), mend)
         for server in self._servers:
             await server.start()
         os.chmod(socket_path, socket_mode)  # noqa: PTH101
@@ -106,8 +109,9 @@ class RpcServer:
             await server.stop(grace_s)
 
 
-def _listen(where: str, add: Callable[[], int]) -> int:
+def _listen(where: str, add: Callable[[], int], mend: str) -> int:
     try:
         return add()
     except RuntimeError as error:
-        raise Unavailable(f"cannot listen on {where}: {error}: choose another with --grpc-listen") from error
+        said = str(error).partition("; set GRPC_VERBOSITY")[0]  # what went wrong is a line of gRPC's own before ours
+        raise Unavailable(f"cannot listen on {where}: {said}: {mend}") from error

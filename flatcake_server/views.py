@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from flatcake_server.catalog import MEMORY_POOL, Session
 from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.handover import Handover
-from flatcake_server.law import Progress, check_data, check_files, check_state
+from flatcake_server.law import FINDINGS_MAX, Progress, check_data, check_files, check_state
 from flatcake_server.records import SessionNo
 from flatcake_server.rpc import Identity, Timings
 from flatcake_server.stats import ClusterStats, Counters, IndexStats, PoolStats, StoreStats
@@ -148,15 +149,19 @@ class Reports:
 
     def spaces(self) -> list[dict[str, Any]]:
         spaces = dict(self._store.spaces)
-        sessions = list(self._store.catalog.sessions.values())
-        spaces |= {session.fingerprint: session.spec for session in sessions}
+        sessions: Counter[Fingerprint] = Counter()
+        blocks: Counter[Fingerprint] = Counter()
+        for session in self._store.catalog.sessions.values():  # once: there may be a million of them
+            spaces[session.fingerprint] = session.spec
+            sessions[session.fingerprint] += 1
+            blocks[session.fingerprint] += session.blocks
         return [
             asdict(spec)
             | {
                 "fingerprint": fingerprint.hex(),
                 "block_bytes": spec.block_bytes,
-                "sessions": sum(session.fingerprint == fingerprint for session in sessions),
-                "blocks": sum(session.blocks for session in sessions if session.fingerprint == fingerprint),
+                "sessions": sessions[fingerprint],
+                "blocks": blocks[fingerprint],
                 "open": fingerprint in self._store.spaces,
             }
             for fingerprint, spec in spaces.items()
@@ -213,9 +218,10 @@ class Reports:
         if data:
             findings += await check_data(self._store, self._arena, progress)
         stats = self.stats()
+        more = len(findings) - FINDINGS_MAX
         return {
             "ok": not findings,
-            "findings": findings,
+            "findings": findings[:FINDINGS_MAX] + ([f"{more} more findings are not listed"] if more > 0 else []),
             "sessions": stats.sessions,
             "segments": stats.segments,
             "blocks": stats.index.blocks,

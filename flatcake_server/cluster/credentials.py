@@ -56,10 +56,10 @@ def load_secrets(token_file: str, cert_file: str, key_file: str, ca_file: str) -
                 f"cluster_token_file {token_file} holds {len(token)} bytes: write at least {TOKEN_BYTES_MIN}, "
                 "e.g. with openssl rand -hex 32"
             )
+    tls = Tls(read_secret(cert_file), read_secret(key_file), read_secret(ca_file)) if cert_file else None
     for name in (token_file, key_file):
         if name and os.stat(name).st_mode & 0o077:  # noqa: PTH116
             raise Unavailable(f"{name} can be read by others than its owner: chmod 600 {name}")
-    tls = Tls(read_secret(cert_file), read_secret(key_file), read_secret(ca_file)) if cert_file else None
     return Secrets(token, tls)
 
 

@@ -38,10 +38,21 @@ def socket_candidates(environ: Mapping[str, str], user_id: int) -> list[Path]:
     return [Path("/run/flatcake") / SOCKET_NAME, private / SOCKET_NAME]
 
 
+def is_private(directory: Path, user_id: int) -> bool:
+    """Whether nobody but this user and root can have put a socket there. Raises: OSError: no such directory."""
+    found = directory.stat()
+    return found.st_uid in (0, user_id) and not found.st_mode & 0o022
+
+
 def default_endpoint(environ: Mapping[str, str], user_id: int) -> str:
-    """`FLATCAKE_ENDPOINT`; else the first candidate that is there; else the system's."""
+    """`FLATCAKE_ENDPOINT`; else the first candidate that is there; else the system's.
+
+    This user's own counts only in a directory of its own: in /tmp anybody could have put a daemon there that hands out bytes
+    of its choice.
+    """
     named = environ.get(ENDPOINT_VARIABLE)
     if named:
         return named
-    candidates = socket_candidates(environ, user_id)
-    return f"unix://{next((path for path in candidates if path.exists()), candidates[0])}"
+    system, private = socket_candidates(environ, user_id)
+    ours = not system.exists() and private.exists() and is_private(private.parent, user_id)
+    return f"unix://{private if ours else system}"

@@ -55,3 +55,20 @@ def test_a_file_is_no_socket(tmp_path):
     with pytest.raises(Unavailable, match="no socket"):
         _take_socket(tmp_path / "fc.sock")
     assert (tmp_path / "fc.sock").read_text() == "notes"
+
+
+def test_the_default_socket_is_not_put_where_others_could_replace_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = tmp_path / "flatcake" / "flatcake.sock"
+    _take_socket(path)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.parent.chmod(0o770)
+    with pytest.raises(Unavailable, match="chmod 700"):
+        _take_socket(path)
+    _take_socket(path.with_name("chosen.sock"))
+
+
+def test_a_directory_that_cannot_be_made_says_which_option(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(Unavailable, match="choose another --socket"):
+        _take_socket(tmp_path / "file" / "fc.sock")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -105,6 +107,20 @@ def test_variables_that_are_no_options_do_not_stop_the_daemon():
     assert load_config(None, environ) == load_config()
 
 
+def test_every_variable_that_something_of_ours_reads_is_known():
+    """An engine's host sets them for all commands: one that is no option must not stop the daemon."""
+    root = Path(__file__).parents[3]
+    rooms = ("flatcake_server", "flatcake_client", "transport", "bench", "docs", "deploy")
+    files = [path for room in rooms for path in (root / room).rglob("*") if path.suffix in (".py", ".md", ".yaml")]
+    named = {name for file in files for name in re.findall(r"\bFLATCAKE_[A-Z][A-Z_]*[A-Z]\b", file.read_text("utf-8"))}
+    assert {"FLATCAKE_UCX_LIB", "FLATCAKE_ENDPOINT"} <= named
+    for name in sorted(named):
+        with contextlib.suppress(ConfigError):
+            load_config(None, {name: "x"})
+            continue
+        assert name.removeprefix("FLATCAKE_").lower() in NodeConfig.model_fields, name
+
+
 def test_a_file_that_cannot_be_read_says_so(tmp_path):
     assert "--config" in refused(tmp_path / "none.toml")
     broken = tmp_path / "broken.toml"
@@ -116,20 +132,22 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path):
     ("flags", "said"),
     [
         ({"memory_bytes": "4 apples"}, "memory_bytes: '4 apples' is no size: write bytes, or a number with a unit"),
-        ({"memory_bytes": "1"}, "memory_bytes: Input should be greater than or equal to 1048576"),
+        ({"memory_bytes": "1"}, "memory_bytes: is at least 1MiB (given: 1)"),
         ({"lease_ttl": "soon"}, "lease_ttl: 'soon' is no duration"),
         ({"memory_low_watermark": "0.96"}, "set the low one below the high one"),
         ({"ssd_low_watermark": "0.95"}, "set the low one below the high one"),
-        ({"ssd_high_watermark": "1.5"}, "ssd_high_watermark: Input should be less than or equal to 1"),
+        ({"ssd_high_watermark": "1.5"}, "ssd_high_watermark: is at most 1"),
+        ({"lease_ttl": "2h"}, "lease_ttl: is at most 1h"),
+        ({"index_blocks_max": str(1 << 40)}, "index_blocks_max: is at most 68719476736"),
         ({"grpc_listen": "::1:7450"}, "grpc_listen: '::1:7450': an IPv6 address stands in brackets"),
         ({"verify": "sometimes"}, "'off', 'remote' or 'all'"),
-        ({"node_id": "4096"}, "node_id: Input should be less than 4096"),
+        ({"node_id": "4096"}, "node_id: is below 4096 (given: '4096')"),
         (
             {"node_id": "x", "lease_ttl": "y"},
             "lease_ttl: 'y' is no duration: write seconds, or a number with a unit, like 500ms, 30s, 5m or 1h; node_id",
         ),
         ({"socket": "/" + "x" * 104}, "choose a shorter path"),
-        ({"socket_mode": "0999"}, "socket_mode"),
+        ({"socket_mode": "0999"}, "socket_mode: is three octal digits"),
         ({"ssd_paths": "/a,/a/b"}, "lie in each other"),
         ({"ssd_paths": "/a,/b,/a"}, "lie in each other"),
         ({"ssd_paths": "/a,/b", "ssd_bytes": "16MiB"}, "give at least 16MiB a path"),
@@ -138,13 +156,15 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path):
         ({"directory": "static"}, "needs peers"),
         ({"directory": "redis", "redis_url": "redis://a,b:6379"}, "'b:6379' is no URL of Redis"),
         ({"directory": "static", "peers": "a:1", "grpc_listen": "off"}, "peers must reach this node"),
-        ({"directory": "static", "peers": "a"}, "'a'"),
+        ({"directory": "static", "peers": "a"}, "peers: 'a'"),
+        ({"advertise": "a"}, "advertise: 'a'"),
+        ({"ucx_listen": "a"}, "ucx_listen: 'a'"),
         (
             {"directory": "static", "peers": "a:1", "grpc_listen": "0.0.0.0:7450"},
             "anybody there could read every block",
         ),
         ({"tls_cert_file": "/x"}, "give all three"),
-        ({"cluster_name": "{a}"}, "cluster_name"),
+        ({"cluster_name": "{a}"}, "cluster_name: is up to 64 letters"),
     ],
 )
 def test_what_is_wrong_is_refused_and_says_what_to_do(flags, said):

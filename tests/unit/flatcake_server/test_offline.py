@@ -165,14 +165,13 @@ def test_a_file_cut_into_its_data(root):
 
 
 def test_what_is_no_path_is_refused(tmp_path, root):
-    with pytest.raises(ValueError, match="no directory"):
-        offline.check(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no SSD path"):
-        offline.check(tmp_path / "empty")
-    assert list((tmp_path / "empty").iterdir()) == []
-    with pytest.raises(ValueError, match="no directory"):
-        offline.rebuild(tmp_path / "nowhere")
+    for work in (offline.check, offline.rebuild):
+        with pytest.raises(ValueError, match="no directory"):
+            work(tmp_path / "nowhere")
+        with pytest.raises(ValueError, match="no SSD path"):
+            work(tmp_path / "empty")
+        assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_a_daemon_keeps_both_out(root):

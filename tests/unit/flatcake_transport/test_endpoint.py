@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from flatcake_transport.endpoint import default_endpoint, grpc_target, socket_candidates
+from flatcake_transport.endpoint import default_endpoint, grpc_target, is_private, socket_candidates
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,23 @@ def test_the_named_endpoint_wins_then_the_socket_that_is_there(tmp_path):
     if not socket_candidates(environ, 7)[0].exists():
         assert default_endpoint(environ, 7) == f"unix://{private}"
     assert socket_candidates({"TMPDIR": "/var/tmp"}, 7)[1].parent.name == "flatcake-7"
+
+
+@pytest.mark.parametrize(("mode", "found"), [(0o700, True), (0o755, True), (0o770, False), (0o777, False)])
+def test_a_socket_counts_where_only_its_user_can_have_put_it(tmp_path, mode, found):
+    socket = socket_candidates({"XDG_RUNTIME_DIR": str(tmp_path)}, os.getuid())[1]
+    socket.parent.mkdir()
+    socket.touch()
+    socket.parent.chmod(mode)
+    assert is_private(socket.parent, os.getuid()) is found
+    if not socket_candidates({}, 7)[0].exists():
+        there = default_endpoint({"XDG_RUNTIME_DIR": str(tmp_path)}, os.getuid()) == f"unix://{socket}"
+        assert there is found
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's directory")
+def test_nor_does_one_in_another_user_s_directory(tmp_path):
+    tmp_path.chmod(0o700)
+    os.chown(tmp_path, 12345, 12345)
+    assert is_private(tmp_path, 12345)
+    assert not is_private(tmp_path, 7)
