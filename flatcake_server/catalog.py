@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flatcake_server.index import KEY_BYTES, BlockIndex
-from flatcake_server.reclaim import ReclaimOrder
+from flatcake_server.reclaim import ReclaimOrder, tails_of
 from flatcake_server.records import FileId, FileRecord, KeyArray, SegmentRecord, SessionNo, SessionRecord
 from flatcake_server.segments import SegmentMap, SegmentRun
 from flatcake_transport.address import MISSING, AddressArray, Medium
 from flatcake_transport.errors import Overloaded
+from flatcake_transport.layout import align_up
 from flatcake_transport.space import Fingerprint, SpaceSpec
 
 MEMORY_POOL = 0  # pools 1.. are the SSD paths
@@ -40,6 +41,12 @@ class SessionFile:
     committed_bytes: int = 0  # sum of its committed segments
     reserved_bytes: int = 0
     sealed: bool = False
+    uncut: bool = False  # it could not be trimmed, and is not asked again
+
+    @property
+    def keep_bytes(self) -> int:
+        """What a trim leaves of it."""
+        return align_up(self.tail)
 
     def record(self, session_no: SessionNo) -> FileRecord:
         return FileRecord(self.file_id, session_no, self.base, self.size_bytes, self.written_bytes, self.sealed)
@@ -71,6 +78,12 @@ class Session:
     @property
     def file_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def tail_bytes(self) -> int:
+        """What a trim gives back: pre-allocated and taken by nobody. Files before the last were cut when it came."""
+        last = self.files[-1] if self.files else None
+        return 0 if last is None or last.uncut else last.size_bytes - last.keep_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -136,6 +149,7 @@ class Catalog:
             self.add(session)
             committed = sum(file.committed_bytes for file in session.files)
             self.order.add_bytes(session.session_no, session.pool, committed)
+            self.count_tail(session)
             self.segments_in[session.pool] += len(session.segments)
             self.blocks_in[session.pool] += session.blocks
         segments = sorted((s for session in sessions for s in session.segments), key=lambda s: s.generation)
@@ -207,6 +221,11 @@ class Catalog:
                 self._count(session, segment, -1)
             session.segments.clear()
             self.forget(session)
+
+    def count_tail(self, session: Session) -> None:
+        """To be called when what is taken of a session's last file has changed, or its size."""
+        if session.pool != MEMORY_POOL and not session.gone:
+            self.order.set_bytes(session.session_no, tails_of(session.pool), session.tail_bytes)
 
     def _count(self, session: Session, segment: SegmentRecord, sign: int) -> None:
         pool = MEMORY_POOL if segment.address.medium is Medium.MEMORY else session.pool

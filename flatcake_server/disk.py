@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
 from flatcake_server.catalog import SessionFile
 from flatcake_server.journal import Journal
-from flatcake_server.records import FileId
+from flatcake_server.records import FileId, FileRecord
 from flatcake_server.session import SessionFiles
 from flatcake_transport.errors import Overloaded, Unavailable
 
@@ -112,6 +112,20 @@ class Disk:
         """Pre-allocate a file under an id that no crash lets anybody use again. Blocks; raises as both steps do."""
         self.journal.cover(file_id=file_id)
         self.files.create(file_id, size_bytes)
+
+    def cut_files(self, records: Sequence[FileRecord], keep_bytes: Mapping[FileId, int]) -> dict[FileId, Unavailable]:
+        """Remember files as shorter, then cut them; those that could not be cut, and why. Blocks.
+
+        Raises: Unavailable: the journal cannot be written; none was cut.
+        """
+        self.journal.put_file(*records)
+        failures = {}
+        for file_id, size_bytes in keep_bytes.items():
+            try:
+                self.files.truncate(file_id, size_bytes)
+            except Unavailable as error:
+                failures[file_id] = error
+        return failures
 
     def close(self) -> None:
         """Wait for what is under way, then let go of the path. Twice is fine."""

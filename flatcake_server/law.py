@@ -18,6 +18,7 @@ from flatcake_server.arena import Arena
 from flatcake_server.catalog import MEMORY_POOL, Session
 from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
+from flatcake_server.reclaim import tails_of
 from flatcake_server.records import FileId, SegmentRecord
 from flatcake_server.scan import SessionFileReader
 from flatcake_server.store import Store
@@ -104,6 +105,9 @@ def _check_ssd(store: Store, ssd_range: ExtentAllocator, sessions: list[Session]
             )
         if disk.used_bytes > disk.quota_bytes:
             findings.append(f"{disk.path}: {disk.used_bytes} bytes used, the quota is {disk.quota_bytes}")
+        tails, counted = sum(s.tail_bytes for s in sessions if s.pool == disk.pool), tails_of(disk.pool)
+        if tails != store.catalog.order.bytes_of(counted):
+            findings.append(f"{disk.path}: {tails} bytes to trim, {store.catalog.order.bytes_of(counted)} counted")
         owned += [*files, *disk.creating.items(), *disk.releasing.items()]
     return findings + _compare("SSD range", ssd_range.extents(), owned)
 

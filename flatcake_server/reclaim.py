@@ -1,8 +1,10 @@
-"""Which session goes next. Pure.
+"""Which session goes next, and which tail. Pure.
 
 Reclaim drops whole sessions, least recently used first, per pool (the arena, each SSD path). A fork depends on the session
 its prefix lives in, so the parent never goes while a dependent stays: it would leave blocks no lookup can reach. Using a
 fork uses its ancestors, and within one use the deeper count as older, so a chain is dropped from its end.
+
+Before any session goes, what was pre-allocated on the path and is not written does: `tails_of` is the pool of those bytes.
 
 Each use gives a session a new stamp; a pool keeps its sessions in the order of their stamps. Everything used moves to the
 end, so the order holds by itself; only a session that gets bytes in a pool long after its last use breaks it, and then
@@ -15,9 +17,15 @@ sessions', each above 0.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Final
+
+# Tails trimmed together: one write of the journal, and some 20 us a file in a thread of the disk.
+TRIMS_AT_ONCE: Final = 64
+# Trimmed for one request, which waits meanwhile: some tens of milliseconds, as long as dropping a hundred sessions takes.
+TRIMS_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,11 @@ class ReclaimStats:
     dependencies: int
     bytes_by_pool: dict[int, int]
     sessions_by_pool: dict[int, int]
+
+
+def tails_of(pool: int) -> int:
+    """The pool of what sessions have pre-allocated on an SSD path and not written."""
+    return -pool
 
 
 @dataclass(slots=True)
@@ -43,7 +56,7 @@ class _Session:
 
 
 class ReclaimOrder:
-    """The order of reclaim. A session is an int, a pool an int (0 memory, from 1 the SSD paths)."""
+    """The order of reclaim. A session is an int, a pool an int (0 memory, from 1 the SSD paths; `tails_of` these)."""
 
     def __init__(self) -> None:
         self._sessions: dict[int, _Session] = {}
@@ -118,12 +131,9 @@ class ReclaimOrder:
         At each step the least recently used of those that may go: with bytes in the pool, not busy, all dependents
         dropped before.
         """
-        held = self._pools.get(pool)
-        if held is None or need_bytes <= 0:
+        held = self._in_order(pool)
+        if need_bytes <= 0:
             return []
-        if not held.ordered:
-            held.size_of = OrderedDict(sorted(held.size_of.items(), key=lambda item: self._sessions[item[0]].stamp))
-            held.ordered = True
         dropped: dict[int, None] = {}
         freed_bytes = 0
         # Parents the scan passed over for a dependent that has gone since; all older than the scan, they go first.
@@ -149,6 +159,32 @@ class ReclaimOrder:
                 if stamp < scanned_stamp and parent in held.size_of:
                     heappush(freed_parents, (stamp, parent))
         return list(dropped)
+
+    def oldest(self, pool: int, need_bytes: int, busy: Callable[[int], bool], sessions_max: int) -> list[int]:
+        """Sessions least recently used that hold `need_bytes` of the pool; fewer where there are no more.
+
+        For bytes nobody depends on: not busy is all that counts.
+        """
+        held = self._in_order(pool)
+        found: list[int] = []
+        for session, size_bytes in held.size_of.items():
+            if need_bytes <= 0 or len(found) >= sessions_max:
+                break
+            if not busy(session):
+                found.append(session)
+                need_bytes -= size_bytes
+        return found
+
+    def by_use(self, pool: int) -> Iterator[int]:
+        """Sessions with bytes in the pool, least recently used first. To be left before anything changes."""
+        return iter(self._in_order(pool).size_of)
+
+    def _in_order(self, pool: int) -> _Pool:
+        held = self._pools.get(pool, _Pool())
+        if not held.ordered:
+            held.size_of = OrderedDict(sorted(held.size_of.items(), key=lambda item: self._sessions[item[0]].stamp))
+            held.ordered = True
+        return held
 
     def bytes_of(self, pool: int) -> int:
         held = self._pools.get(pool)

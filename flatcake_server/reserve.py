@@ -151,6 +151,7 @@ class Reserver:
             file_offset = file.tail
             file.tail += total_bytes
             file.reserved_bytes += total_bytes
+            self._catalog.count_tail(session)
         return Address.of(Medium.SSD, self._node_id, file.base + file_offset), reason, file, file_offset
 
     async def _file_with_room(self, session: Session, total_bytes: int) -> SessionFile:
@@ -166,14 +167,14 @@ class Reserver:
         written = sum(file.committed_bytes for file in session.files)
         wanted = file_bytes(total_bytes, written, last.created_bytes if last else 0, self._sizing)
         try:
-            file = await self._create(disk, wanted)
+            file = await self._create(disk, wanted, drop=wanted <= total_bytes)
         except Overloaded:
             if wanted <= total_bytes:
                 raise
-            file = await self._create(disk, total_bytes)  # without headroom
+            file = await self._create(disk, total_bytes)  # no session goes for headroom that may never be written
         session.files.append(file)
         if last is not None and not last.sealed:
-            await self._retirement.trim(session, last)
+            await self._retirement.trim(disk, (session, last))
         return file
 
     def _roomiest_disk(self) -> Disk:
@@ -182,9 +183,9 @@ class Reserver:
             raise Unavailable("every SSD path is out of service")
         return max(alive, key=lambda disk: disk.free_bytes)
 
-    async def _create(self, disk: Disk, size_bytes: int) -> SessionFile:
+    async def _create(self, disk: Disk, size_bytes: int, *, drop: bool = True) -> SessionFile:
         disk.admit()
-        await self._retirement.make_room(disk, size_bytes)
+        await self._retirement.make_room(disk, size_bytes, drop=drop)
         base = self._ssd_range.allocate(size_bytes)
         if base is None:
             raise Overloaded(f"the SSD address range has no {size_bytes} bytes in one piece")
@@ -213,6 +214,7 @@ class Reserver:
             part.file.tail = part.file.written_bytes
         elif part.file.tail == part.file_offset + part.total_bytes:
             part.file.tail = part.file_offset
+        self._catalog.count_tail(part.session)
 
     async def give_back(self, parts: list[Part]) -> None:
         """Release parts, then drop the sessions that were made for them and hold nothing else."""

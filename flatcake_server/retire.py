@@ -8,6 +8,7 @@ reused: memory of a session that had to go at once waits in `limbo` for the last
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -17,18 +18,15 @@ from flatcake_server.catalog import MEMORY_POOL, Catalog, Session, SessionFile
 from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.lease import LeaseTable
-from flatcake_server.reclaim import reclaim_need
+from flatcake_server.reclaim import TRIMS_AT_ONCE, TRIMS_MAX, reclaim_need, tails_of
 from flatcake_server.records import SegmentRecord, SessionNo
 from flatcake_transport.address import Medium
-from flatcake_transport.errors import FlatCakeError, Overloaded
-from flatcake_transport.layout import align_up
+from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 
 log = logging.getLogger(__name__)
 
 # Dropped together when there are as many sessions as there may be: the table is then full once in so many turns.
 SESSIONS_AT_ONCE: Final = 64
-# Looked at for a tail to trim before others have their turn: 0.06 us each, 0.8 where it is idle: 1 ms at most.
-SESSIONS_A_STEP: Final = 1000
 
 
 class Retirement:
@@ -72,12 +70,23 @@ class Retirement:
 
     # -- making room -----------------------------------------------------------------------------------------------
 
-    async def make_room(self, disk: Disk, size_bytes: int) -> None:
-        """Have `size_bytes` free on a path, dropping sessions least recently used. Raises: Overloaded: it cannot be had."""
+    async def make_room(self, disk: Disk, size_bytes: int, *, drop: bool = True) -> None:
+        """Have `size_bytes` free on a path: unused tails go first, then whole sessions, each least recently used first.
+
+        Args:
+            drop: without it no session goes, and what is free above the high watermark stays free.
+        Raises: Overloaded: it cannot be had.
+        """
         high, low = self._watermarks[Medium.SSD]
+        order, trims = self._catalog.order, TRIMS_MAX
         async with disk.room:
             while need := reclaim_need(disk.used_bytes, size_bytes, disk.quota_bytes, high, low):
-                victims = self._catalog.order.victims(disk.pool, need, self.busy)
+                tails = order.oldest(tails_of(disk.pool), need, self._unfit_for_trim, min(trims, TRIMS_AT_ONCE))
+                if tails:
+                    trims -= len(tails)
+                    await self._trim_tails(disk, [self._catalog.sessions[SessionNo(number)] for number in tails])
+                    continue
+                victims = order.victims(disk.pool, need, self.busy) if drop else []
                 freed = sum(self._catalog.sessions[SessionNo(victim)].file_bytes for victim in victims)
                 if not victims or disk.free_bytes + freed < size_bytes:
                     break  # dropping what may go would not make it fit: then nothing is dropped
@@ -85,11 +94,14 @@ class Retirement:
                 await self._drop_all(disk.pool, victims)
                 if disk.used_bytes >= before:
                     break
-            if disk.free_bytes < size_bytes:
+            if disk.free_bytes < size_bytes or (need and not drop):
                 raise Overloaded(
                     f"{disk.path} has {disk.free_bytes} bytes free of its quota of {disk.quota_bytes}; {size_bytes} are "
                     "needed, and the rest is being read or written"
                 )
+
+    def _unfit_for_trim(self, session_no: int) -> bool:
+        return self.busy(session_no) or self._catalog.sessions[SessionNo(session_no)].lock.locked()
 
     async def make_session_room(self, sessions_max: int) -> None:
         """Have room for one more session in the tables: drop some of the pool that has most."""
@@ -233,36 +245,62 @@ class Retirement:
 
     # -- files -----------------------------------------------------------------------------------------------------
 
-    async def trim(self, session: Session, file: SessionFile) -> None:
-        """Give back the unused tail of a file. The caller holds the session's lock."""
-        keep_bytes = align_up(file.tail)
-        disk = self._disks.get(session.pool)
-        if disk is None or disk.failure or session.gone or keep_bytes >= file.size_bytes:
-            return
-        if keep_bytes == 0:
-            session.files.remove(file)
-            disk.files_count -= 1
-            self._to_releasing(disk, file.base, file.size_bytes)
-            await self._delete(disk, [file])
-            return
-        tail_bytes, file.size_bytes = file.size_bytes - keep_bytes, keep_bytes
-        self._to_releasing(disk, file.base + keep_bytes, tail_bytes)
-        try:
-            if file.written_bytes:
-                await disk.run(disk.journal.put_file, file.record(session.session_no))
-            await disk.run(disk.files.truncate, file.file_id, keep_bytes)
-        except FlatCakeError as error:
-            # It is as long as it was, and stays so: the next start cuts it to what is committed.
-            log.warning("session file %x on %s cannot be trimmed: %s", file.file_id, disk.path, error)
-            self.counts["untrimmed"] += 1
-            file.size_bytes += disk.releasing.pop(file.base + keep_bytes)
-            if file.base in disk.releasing:  # dropped meanwhile: who waits for the lock to delete it frees all of it
-                disk.releasing[file.base] += tail_bytes
+    async def trim(self, disk: Disk, *tails: tuple[Session, SessionFile]) -> None:
+        """Give back the unused tails of files, with one write of the journal. The caller holds the sessions' locks."""
+        cuts: list[tuple[Session, SessionFile, int]] = []
+        empty: list[SessionFile] = []
+        for session, file in tails:
+            keep_bytes, size_bytes = file.keep_bytes, file.size_bytes
+            if disk.failure or session.gone or keep_bytes >= size_bytes:
+                continue
+            if keep_bytes:
+                file.size_bytes = keep_bytes
+                cuts.append((session, file, size_bytes - keep_bytes))
             else:
-                disk.files_bytes += tail_bytes
+                session.files.remove(file)
+                disk.files_count -= 1
+                empty.append(file)
+            self._to_releasing(disk, file.base + keep_bytes, size_bytes - keep_bytes)
+            self._catalog.count_tail(session)
+        await self._delete(disk, empty)
+        if not cuts:
             return
-        self._to_free(disk, file.base + keep_bytes)
-        self.counts["trimmed"] += 1
+        records = [file.record(session.session_no) for session, file, _ in cuts if file.written_bytes]
+        try:
+            failures = await disk.run(disk.cut_files, records, {file.file_id: file.size_bytes for _, file, _ in cuts})
+        except FlatCakeError as error:
+            failures = {file.file_id: Unavailable(str(error)) for _, file, _ in cuts}
+        for session, file, tail_bytes in cuts:
+            if file.file_id in failures:
+                self._untrimmed(disk, session, file, tail_bytes, failures[file.file_id])
+            else:
+                self._to_free(disk, file.base + file.size_bytes)
+                self.counts["trimmed"] += 1
+
+    def _untrimmed(self, disk: Disk, session: Session, file: SessionFile, tail_bytes: int, error: Unavailable) -> None:
+        """A file is as long as it was, and stays so: the next start cuts it to what is committed."""
+        log.warning("session file %x on %s cannot be trimmed: %s", file.file_id, disk.path, error)
+        self.counts["untrimmed"] += 1
+        file.uncut = True
+        file.size_bytes += disk.releasing.pop(file.base + file.size_bytes)
+        if file.base in disk.releasing:  # dropped meanwhile: who waits for the lock to delete it frees all of it
+            disk.releasing[file.base] += tail_bytes
+        else:
+            disk.files_bytes += tail_bytes
+        self._catalog.count_tail(session)
+
+    async def _trim_tails(self, disk: Disk, sessions: list[Session]) -> None:
+        """Trim the last file of each that is in nobody's hands.
+
+        Several locks at once, so: in order of their numbers, and none that a writer has, who may wait for this very room.
+        """
+        tails = []
+        async with contextlib.AsyncExitStack() as locks:
+            for session in sorted(sessions, key=lambda session: session.session_no):
+                if session.holds == 0 and not session.lock.locked():
+                    await locks.enter_async_context(session.lock)
+                    tails += [(session, file) for file in session.files[-1:]]
+            await self.trim(disk, *tails)
 
     async def seal(self, session: Session, file: SessionFile) -> None:
         """A write into the file failed: it is read from now on, never written again. The caller holds the session's lock.
@@ -337,19 +375,20 @@ class Retirement:
             return
         self._trimming = True
         try:
-            await self._trim_all(idle_since_s)
+            for disk in self._disks.values():
+                await self._trim_all(disk, idle_since_s)
         finally:
             self._trimming = False
 
-    async def _trim_all(self, idle_since_s: float) -> None:
-        for at, session in enumerate(list(self._catalog.sessions.values())):
-            if at % SESSIONS_A_STEP == 0:
-                await asyncio.sleep(0)
-            if session.last_used_s > idle_since_s or session.holds or not session.files:
-                continue
-            async with session.lock:
-                if not session.gone and session.holds == 0 and session.files:
-                    await self.trim(session, session.files[-1])
+    async def _trim_all(self, disk: Disk, idle_since_s: float) -> None:
+        idle = []
+        for session_no in self._catalog.order.by_use(tails_of(disk.pool)):
+            session = self._catalog.sessions[SessionNo(session_no)]
+            if session.last_used_s > idle_since_s:
+                break
+            idle.append(session)
+        for at in range(0, len(idle), TRIMS_AT_ONCE):
+            await self._trim_tails(disk, idle[at : at + TRIMS_AT_ONCE])
 
     def spawn(self, work: object) -> None:
         """Run work behind the caller's back, kept until done and counted by `drain`."""

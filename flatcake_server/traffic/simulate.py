@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_server.placement import Hints, Policy, Reason, place
-from flatcake_server.reclaim import ReclaimOrder, reclaim_need
+from flatcake_server.reclaim import TRIMS_AT_ONCE, TRIMS_MAX, ReclaimOrder, reclaim_need, tails_of
 from flatcake_server.sizing import SizingPolicy, file_bytes
 from flatcake_server.traffic.spans import Ints, Spans, Traffic
 from flatcake_transport.address import Medium
@@ -43,7 +43,7 @@ _LAYERS: Final = 32  # any number: the padding of planes is small
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is tried. Watermarks as the daemon's."""
+    """What is tried. Watermarks as the daemon's. Without `tails_first` sessions go where only unused tails need to."""
 
     memory_bytes: int
     ssd_bytes: int
@@ -52,6 +52,7 @@ class Node:
     sizing: SizingPolicy = field(default_factory=SizingPolicy)
     watermarks: tuple[float, float] = (0.95, 0.90)
     session_trim_after_s: float = 600.0
+    tails_first: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class Outcome:
     placed_bytes: dict[str, int]  # by reason
     refused_blocks: int
     reclaimed: dict[str, int]  # sessions, by the pool that was full
+    files: int  # made on SSD, and which of them gave their tails back while they were a session's last
+    files_trimmed: int
 
     @property
     def cost_s(self) -> float:
@@ -139,6 +142,8 @@ def simulate(
         placed_bytes=dict(run.placed_bytes),
         refused_blocks=run.refused_blocks,
         reclaimed={"memory": run.reclaimed[MEMORY_POOL], "ssd": run.reclaimed[SSD_POOL]},
+        files=run.files,
+        files_trimmed=run.files_trimmed,
     )
 
 
@@ -150,7 +155,7 @@ class _Run:
         self.peak = [0, 0]
         self.placed_bytes: Counter[str] = Counter()
         self.reclaimed: Counter[int] = Counter()
-        self.refused_blocks = 0
+        self.refused_blocks = self.files = self.files_trimmed = 0
         self._traffic, self._shares, self._node = traffic, shares, node
         self._holder = np.zeros(len(traffic.span_blocks), np.int64)  # number of the session that holds the span
         self._replies = np.full(len(traffic.sessions), -1, np.int64)
@@ -241,8 +246,18 @@ class _Run:
             due_s, number = heapq.heappop(self._trims)
             session = self._sessions.get(number)
             if session is not None and session.used_s + self._node.session_trim_after_s <= due_s:
-                session.last_bytes = session.tail
-                self._order.set_bytes(number, SSD_POOL, session.ssd_bytes)
+                self._trim(number)
+
+    def _trim(self, number: int) -> None:
+        session = self._sessions[number]
+        self.files_trimmed += session.last_bytes > session.tail
+        session.last_bytes = session.tail
+        self._count_files(number)
+
+    def _count_files(self, number: int) -> None:
+        session = self._sessions[number]
+        self._order.set_bytes(number, SSD_POOL, session.ssd_bytes)
+        self._order.set_bytes(number, tails_of(SSD_POOL), session.last_bytes - session.tail)
 
     # -- space ---------------------------------------------------------------------------------------------------------
 
@@ -274,20 +289,31 @@ class _Run:
         if session.tail + need_bytes > session.last_bytes:
             written = session.sealed_bytes + session.tail
             size_bytes = file_bytes(need_bytes, written, session.created_bytes, self._node.sizing)
-            if not self._make_room(size_bytes, busy):
+            if not self._make_room(size_bytes, busy, drop=size_bytes == need_bytes or not self._node.tails_first):
                 size_bytes = need_bytes
                 if not self._make_room(size_bytes, busy):
                     return False
+            self.files += 1
             session.sealed_bytes += session.tail
             session.created_bytes = session.last_bytes = size_bytes
             session.tail = 0
-            self._order.set_bytes(number, SSD_POOL, session.ssd_bytes)
         session.tail += need_bytes
+        self._count_files(number)
         return True
 
-    def _make_room(self, size_bytes: int, busy: set[int]) -> bool:
-        quota, used = self._node.ssd_bytes, self._order.bytes_of(SSD_POOL)
-        need = reclaim_need(used, size_bytes, quota, *self._node.watermarks)
+    def _make_room(self, size_bytes: int, busy: set[int], *, drop: bool = True) -> bool:
+        """Have room, first by unused tails, then by whole sessions; by these never for headroom."""
+        quota, order, trims = self._node.ssd_bytes, self._order, TRIMS_MAX if self._node.tails_first else 0
+        while need := reclaim_need(order.bytes_of(SSD_POOL), size_bytes, quota, *self._node.watermarks):
+            tails = order.oldest(tails_of(SSD_POOL), need, busy.__contains__, min(trims, TRIMS_AT_ONCE))
+            if not tails:
+                break
+            trims -= len(tails)
+            for number in tails:
+                self._trim(number)
+        if need and not drop:
+            return False
+        used = order.bytes_of(SSD_POOL)
         victims = self._order.victims(SSD_POOL, need, busy.__contains__) if need else []
         freed = sum(self._sessions[number].ssd_bytes for number in victims)
         if used - freed + size_bytes > quota:

@@ -105,14 +105,19 @@ def adopted(daemon: Daemon) -> tuple:
     return report["sessions"], report["segments"], report["blocks"], pool["committed_bytes"], pool["free_bytes"]
 
 
-DROP_STEPS = [(*JOURNAL, "drop"), (*FILES, "delete")]
+# Tails go first, several together; then sessions.
+RECLAIM_STEPS = [
+    (*FILES, "truncate", "after"),
+    (*JOURNAL, "drop", "before"),
+    (*JOURNAL, "drop", "after"),
+    (*FILES, "delete", "after"),
+]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("module", "cls", "method"), DROP_STEPS, ids=[step[2] for step in DROP_STEPS])
-def test_reclaim(tmp_path, module, cls, method, after):
+@pytest.mark.parametrize(("module", "cls", "method", "when"), RECLAIM_STEPS, ids=lambda value: value.split(".")[-1])
+def test_reclaim(tmp_path, module, cls, method, when):
     """The store is filled until it reclaims; the daemon dies in the middle of it."""
-    wrapper = killer(tmp_path, module, cls, method, at=2, after=after)
+    wrapper = killer(tmp_path, module, cls, method, at=2, after=when == "after")
     daemon = Daemon(tmp_path, wrapper=wrapper, ssd_bytes=16 << 20)
     with daemon, connect(daemon) as client:
         kv = Kv(client, plane_bytes=64 << 10)
@@ -135,9 +140,10 @@ def test_reclaim(tmp_path, module, cls, method, after):
         assert adopted(daemon) == first
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
-    ("module", "cls", "method"), [(*JOURNAL, "put_file"), (*FILES, "truncate")], ids=["put_file", "truncate"]
+    ("module", "cls", "method", "after"),
+    [(*JOURNAL, "put_file", False), (*FILES, "truncate", False), (*FILES, "truncate", True)],
+    ids=["put_file-before", "truncate-before", "truncate-after"],
 )
 def test_growth_and_trim(tmp_path, module, cls, method, after):
     """A session outgrows its file: a further one is made and the old one's tail is trimmed; the daemon dies in it."""

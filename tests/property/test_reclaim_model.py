@@ -105,6 +105,19 @@ class Reclaim(RuleBasedStateMachine):
             for session in victims:
                 self.forget(session)
 
+    @rule(
+        pool=POOLS, need=st.integers(0, 20), busy=st.sets(st.integers(0, SESSIONS), max_size=3), most=st.integers(0, 4)
+    )
+    def oldest(self, pool: int, need: int, busy: set[int], most: int) -> None:
+        held = [session for session in self.by_use if self.bytes.get((session, pool), 0)]
+        assert list(self.order.by_use(pool)) == held
+        expected: list[int] = []
+        for session in held:
+            enough = sum(self.bytes[one, pool] for one in expected) >= need
+            if session not in busy and not enough and len(expected) < most:
+                expected.append(session)
+        assert self.order.oldest(pool, need, busy.__contains__, most) == expected
+
     def forget(self, session: int) -> None:
         self.order.remove(session)
         self.by_use.remove(session)

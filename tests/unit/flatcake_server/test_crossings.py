@@ -194,27 +194,43 @@ def test_a_tick_that_fails_is_not_the_last(core, monkeypatch):
     assert len(ticks) == 3
 
 
-def test_looking_for_idle_sessions_lets_others_have_their_turn(core, monkeypatch):
-    """A million of them are most of a second."""
-    monkeypatch.setattr(retire, "SESSIONS_A_STEP", 2)
-    for number in range(6):
-        core.put(ONE, [number], session=f"s{number}")
-    core.do(core.node.retirement.trim_idle(core.now_s + 1))  # no tail is left
-    passed = 0
+@PACES
+def test_tails_are_taken_from_all_sides_at_once(core, pace):
+    """By the clock, for room, from a session that is dropped meanwhile and from one that goes on: nobody waits for ever."""
+    for number in range(5):
+        core.put(ONE, [number] * 8, session=f"s{number}")
+    sessions = [core.store.catalog.find(ONE.fingerprint, f"s{number}") for number in range(5)]
+    core.now_s += 700
+    core._turns = pace
+    retirement = core.node.retirement
+    core.run(
+        core.store.tick(600.0),
+        retirement.drop(sessions[3]),
+        core.begin(ONE, [2] * 9, session="s2"),
+        core.begin(ONE, [9] * 12, session="large"),
+        retirement.trim_idle(core.now_s + 1),
+        core.begin(ONE, [4] * 9, session="s4"),
+        core.begin(ONE, [8] * 12, session="large too"),
+    )
+    core.check()
+    for turn in list(core.store.turns.values()):
+        core.do(core.commit(turn))
+    assert [core.hit(ONE, [number] * 9)[0] for number in (2, 4)] == [9, 9]
 
-    async def others():
-        nonlocal passed
-        while True:
-            passed += 1
-            await Yield()
 
-    async def look():
-        task = asyncio.ensure_future(others())
-        await core.node.retirement.trim_idle(core.now_s + 1)
-        task.cancel()
+def test_who_trims_by_the_clock_waits_for_no_writer(core, monkeypatch):
+    """The writer waits for a session to go whose lock the other would keep until the writer is done."""
+    monkeypatch.setattr(retire, "TRIMS_MAX", 0)
+    for number in range(4):
+        core.put(ONE, [number] * 8, session=f"s{number}")
 
-    core.do(look())
-    assert passed >= 3
+    async def both():
+        large, idle = core.begin(ONE, [3] * 36, session="s3"), core.node.retirement.trim_idle(core.now_s + 1)
+        async with asyncio.timeout(5.0):
+            return (await asyncio.gather(large, idle))[0]
+
+    core.do(core.abort(core.do(both())))
+    assert core.node.retirement.reclaimed[1] >= 2
 
 
 @PACES

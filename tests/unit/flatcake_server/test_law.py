@@ -122,6 +122,10 @@ def lose_segment(core):
     session(core).segments.pop()
 
 
+def miscount_tails(core):
+    core.store.catalog.order.set_bytes(session(core).session_no, -1, 1 << 30)
+
+
 def add_key(core):
     core.store.catalog.index.insert(np.full((1, 16), 7, np.uint8), core.store.catalog.present(segment(core).keys[:1]))
 
@@ -137,7 +141,7 @@ def wrong_order(core):
 
 BREAKS = [
     reserve_memory, lose_memory, overlap, take_range, miscount_files, exceed_quota, forget_name, misplace_segment,
-    overlap_segments, miscount_committed, miscount_reserved, disorder_ends, lose_segment, add_key, wrong_pins, wrong_order,
+    overlap_segments, miscount_committed, miscount_reserved, disorder_ends, lose_segment, miscount_tails, add_key, wrong_pins, wrong_order,
 ]  # fmt: skip
 
 

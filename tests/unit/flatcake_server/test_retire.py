@@ -132,6 +132,70 @@ def test_a_tail_that_cannot_be_given_back_stays_the_sessions(core, what):
     core.check()
 
 
+def tails(core):
+    """By session: bytes that are pre-allocated and not taken."""
+    return {session.name: session.tail_bytes >> 12 for session in core.store.catalog.sessions.values()}
+
+
+def test_tails_go_before_sessions_the_oldest_first(core):
+    """What is being read or written keeps its tail: it goes on soon."""
+    for number in range(5):
+        core.put(ONE, [number] * 8, session=f"s{number}")
+    assert tails(core) == {"s0": 2, "s1": 2, "s2": 2, "s3": 2, "s4": 2}
+    core.hit(ONE, [1] * 8, pin=True)
+    core.hit(ONE, [0] * 8)
+    core.put(ONE, [5] * 4, session="s5")  # 61 pages of 64: above the high watermark, and 4 above the low one
+    assert tails(core) == {"s0": 2, "s1": 2, "s2": 0, "s3": 0, "s4": 2, "s5": 1}
+    assert core.node.retirement.reclaimed[1] == 0
+    core.put(ONE, [6] * 12, session="s6")
+    assert "s2" not in tails(core), "tails alone do not make this room"
+    assert tails(core)["s1"] == 2
+    assert core.hit(ONE, [1] * 8)[0] == 8
+
+
+def test_no_session_goes_for_headroom(core):
+    for number in range(3):
+        core.put(ONE, [number] * 12, session=f"s{number}")
+    core.do(core.node.retirement.trim_idle(core.now_s + 1))
+    core.put(ONE, [9] * 18, session="new")  # 19 pages beside 39 pass the watermark with their headroom only
+    assert tails(core) == {"s0": 0, "s1": 0, "s2": 0, "new": 0}
+    assert core.node.retirement.reclaimed[1] == 0
+    core.put(ONE, [8] * 4, session="more")
+    assert core.node.retirement.reclaimed[1] == 1
+
+
+def test_tails_of_many_are_one_write_of_the_journal(core):
+    for number in range(6):
+        core.put(ONE, [number] * 5, session=f"s{number}")
+    writes, records = [], core.records(1)
+    real = records.write
+
+    def write(puts, deletes, **options):
+        writes.append(len(puts))
+        real(puts, deletes, **options)
+
+    records.write = write
+    core.do(core.node.retirement.trim_idle(core.now_s + 1))
+    assert writes == [6]
+    assert set(tails(core).values()) == {0}
+
+
+def test_where_tails_cannot_be_cut_sessions_go(core):
+    for number in range(3):
+        core.put(ONE, [number] * 12, session=f"s{number}")
+    core.faults["truncate"] = 3
+    core.put(ONE, [9] * 12, session="new")
+    assert core.node.retirement.counts["untrimmed"] == 3, "each is tried once"
+    assert core.node.retirement.reclaimed[1] == 1
+    core.check()
+    core.put(ONE, [2] * 14, session="s2")
+    assert core.hit(ONE, [2] * 14)[0] == 14, "its tail is still for the session to write in"
+    core.restart()
+    core.open(ONE)
+    assert core.hit(ONE, [2] * 14)[0] == 14
+    assert set(tails(core).values()) == {0}
+
+
 def test_a_file_that_cannot_be_deleted_is_tried_again(core):
     fill(core, 1)
     core.fail("delete")
