@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 SILENCE_LEASES = 10
 TICK_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
+CANNOT_NOW = 3  # the exit code of every command that could not do what it was told
 
 
 class Node:
@@ -372,7 +373,7 @@ async def run(config: NodeConfig) -> int:
         await node.start()
     except FlatCakeError as error:
         log.error("%s", error)
-        return 1
+        return CANNOT_NOW
     finally:
         gc.enable()
     gc.freeze()
@@ -380,7 +381,7 @@ async def run(config: NodeConfig) -> int:
     log.info("stopping")
     if not await node.stop():
         logging.shutdown()
-        os._exit(1)  # the interpreter would wait for the threads that hang
+        os._exit(CANNOT_NOW)  # the interpreter would wait for the threads that hang
     return 0
 
 

@@ -188,8 +188,9 @@ class NodeConfig(BaseModel):
     )
     sync_commits: bool = Field(
         True,
-        description="true: a committed turn survives a power cut; false: it survives a crash of the daemon, and commits "
-        "do not wait for the disk's cache.",
+        description="true: a turn's bytes are on the disk before it counts as stored, so after a power cut what was stored until some "
+        "seconds before is there. false: commits do not wait for the disk's cache, and after a power cut what was stored since "
+        "the machine started is forgotten. A crash of the daemon costs nothing either way.",
     )
     clients_max: Bound = Field(1024, description="Engine processes and peers connected at once.")
     spaces_max: Bound = Field(1024, description="Spaces (a model in one layout) known at once.")

@@ -177,7 +177,7 @@ def test_a_number_that_is_taken_is_refused_clearly(tmp_path, server, three):
     with contextlib.suppress(AssertionError):  # it may have served its own socket for a moment
         twin.start()
     assert twin.wait(20)
-    assert twin.process.returncode == 1
+    assert twin.process.returncode == 3
     assert re.search(r"node 2 of cluster flatcake is at 127\.0\.0\.1:\d+ already.*--node-id", twin.log_tail())
     assert cluster_of(three[1])["state"] == "joined"
 
