@@ -88,9 +88,12 @@ class LeaseTable:
         self._released += len(ended)
         return len(ended)
 
+    def held_by(self, client: int) -> list[int]:
+        return list(self._of_client.get(client, ()))
+
     def release_client(self, client: int) -> int:
         """End all leases of a client that is gone; how many."""
-        ended = list(self._of_client.get(client, ()))
+        ended = self.held_by(client)
         self._end(ended)
         self._orphaned += len(ended)
         return len(ended)

@@ -121,6 +121,9 @@ class SimNode:
         self.leases, self.loans = LeaseTable(LEASE_TTL_S, 64), Loans(64)
         self.arena = ExtentAllocator(ARENA_BLOCKS * BLOCK)
         self.content: dict[int, bytes] = {}  # what a one-sided read of an offset gets
+        self.links: dict[bytes, int] = {}  # by incarnation of the owner: how often it was attached to
+        self.broken: set[bytes] = set()  # owners that did not let us attach yet
+        self.attached: dict[int, int] = {}  # by peer: the last time it attached, as it counts them
         self.index: dict[bytes, int] = {}
         self.chains: dict[int, int] = {}  # blocks held of each, the least recently used first
         self.next_lease = itertools.count(1)
@@ -255,7 +258,7 @@ class SimNode:
             node_id = choose(live, self.me.node_id)
             member = self.membership.known.get(-1 if node_id is None else node_id)
             owner = next((n for n in self.world.nodes if member and n.me.incarnation == member.incarnation), None)
-            if owner is not None:
+            if owner is not None and owner.me.incarnation not in self.broken:
                 self._borrow(owner, keys[held:])
 
         self.ask(None, lambda: self.world.directory.probe([keys[n - 1] for n in lengths]), probed, lambda: None)
@@ -263,8 +266,12 @@ class SimNode:
     def _borrow(self, owner: SimNode, keys: list[bytes]) -> None:
         asked_s, world = self.now_s(), self.world
 
+        link = self.links.get(owner.me.incarnation, 0)
+
         def found(reply: tuple[int, list[int], float]) -> None:
             lease_id, offsets, ttl_s = reply
+            if self.links.get(owner.me.incarnation, 0) != link:
+                return  # it came by a link that ended
             world.counts["stale hints" if not offsets else "remote hits"] += 1
             if offsets:
                 local = next(self.next_lease)
@@ -286,7 +293,11 @@ class SimNode:
         (offset, key), rest = left[0], left[1:]
 
         def landed() -> None:
-            got = owner.content.get(offset) if owner.alive else None
+            if not owner.alive:  # the get is an error
+                self.world.counts["reads given up"] += 1
+                self.loans.end([local])
+                return
+            got = owner.content.get(offset)
             if self.loans.get(local, self.now_s()) is not None and got is not None:
                 self.world.counts["blocks read"] += 1
                 assert got == key, f"trusted {got!r} where {key!r} was asked for"
@@ -307,15 +318,26 @@ class SimNode:
                 lambda _: None, lambda: None,
             )  # fmt: skip
 
+    def attach(self, owner: SimNode) -> None:
+        """The link broke and is made again: the owner hears what is held of it, and ends all else that it lent."""
+        name, peer = owner.me.incarnation, self.world.peer_id(self)
+        link = self.links[name] = self.links.get(name, 0) + 1
+        held = self.loans.of_node(owner.me.node_id, name)
+        self.broken.add(name)
+
+        def hear() -> None:
+            if link > owner.attached.get(peer, 0):  # one that comes late is refused
+                owner.attached[peer] = link
+                owner.leases.release(peer, set(owner.leases.held_by(peer)).difference(held))
+
+        def stands(_: None) -> None:
+            if link == self.links[name]:
+                self.broken.discard(name)
+
+        self.ask(owner, hear, stands, lambda: self.attach(owner) if link == self.links[name] else None)
+
     def crash(self) -> None:
         self.alive = False
-        for other in self.world.nodes:  # links to it and from it end, and are seen to
-
-            def seen(other: SimNode = other) -> None:
-                if other.alive:  # what it was lent lapses: its engines may read on
-                    other.loans.end_of_node(self.me.node_id, self.me.incarnation)
-
-            self.world.network.later(self.world.random.uniform(0.0, TIMEOUT_S), seen)
 
 
 class World:
@@ -359,7 +381,7 @@ class World:
 
     def _trouble(self) -> None:
         random, network = self.random, self.network
-        match random.randrange(9):
+        match random.randrange(10):
             case 0 if len(self.living) > 1:
                 random.choice(self.living).crash()
             case 1:
@@ -372,6 +394,8 @@ class World:
                 self.directory.lose_everything()
             case 5:
                 network.drop = random.choice((0.0, 0.05, 0.4))
+            case 6 if self.living:
+                random.choice(self.living).attach(random.choice(self.nodes))
             case _:
                 network.cut.clear()
 

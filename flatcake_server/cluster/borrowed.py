@@ -2,9 +2,9 @@
 
 A lookup that goes on at another node has two leases: ours, which the client knows, and the owner's, which we hold for it. The
 owner's ends by release or by expiry, which is seen here as "not alive" before the owner sees it, because its end is counted
-from before it was asked. When our connection to the owner ends, the loan cannot be renewed any more and is given up here; a
-client that does not know yet reads on until its time is over, which the owner waits for. A loan belongs to one incarnation
-of its owner.
+from before it was asked. While our connection to the owner is broken the loan cannot be renewed; it stays ours, since a client that
+does not know yet reads on until its time is over, and the owner is told of it when we are connected again. A loan belongs to
+one incarnation of its owner.
 """
 
 from __future__ import annotations
@@ -68,15 +68,10 @@ class Loans:
         """Give them up; those the owner should be told of."""
         return [loan for lease in local_leases if (loan := self._loans.pop(lease, None)) is not None]
 
-    def end_of_node(self, node_id: int, incarnation: bytes | None = None) -> int:
-        """The connection to an owner ended, or another incarnation answers: none of its loans lives. How many."""
-        gone = [
-            lease
-            for lease, loan in self._loans.items()
-            if loan.node_id == node_id and incarnation in (None, loan.incarnation)
-        ]
-        self.end(gone)
-        return len(gone)
+    def of_node(self, node_id: int, incarnation: bytes) -> list[int]:
+        """The owner's ids of what it lent us and is in use, if it is still that incarnation."""
+        owner = (node_id, incarnation)
+        return [loan.lease_id for loan in self._loans.values() if (loan.node_id, loan.incarnation) == owner]
 
     def orphans(self, alive: Callable[[int], bool]) -> list[Loan]:
         """Those whose local lease ended without a word (its client died, it expired); given up."""

@@ -102,7 +102,7 @@ class Cluster:
         self._loans = Loans(options.leases_max)
         self.peers = Peers(
             me, options.name, secrets, options.peer_timeout_s, options.message_bytes_max,
-            lost=self._lost, now_s=self._now_s,
+            held=lambda owner: self._loans.of_node(owner.node_id, owner.incarnation), now_s=self._now_s,
         )  # fmt: skip
         self.directory: Directory = self._directory()
         self.publisher: Publisher | None = None
@@ -280,10 +280,6 @@ class Cluster:
         if self.membership.holder is not None:
             return self._refused or f"node {self.membership.me.node_id} is another one now"
         return ""
-
-    def _lost(self, member: Member) -> None:
-        if self._loans.end_of_node(member.node_id, member.incarnation):
-            log.info("node %d is gone, and with it what it had lent us", member.node_id)
 
     # -- what the directory is told ----------------------------------------------------------------------------------
 

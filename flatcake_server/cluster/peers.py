@@ -1,8 +1,9 @@
 """What this node asks of others: one link a node, made when it is first needed, lost with its stream.
 
 A link is good for one incarnation at one address. A reply from another incarnation, the end of the stream, or a member that is
-listed with another incarnation or address ends it, and with it everything that was known through it. A peer that failed is
-not asked again for a moment, so a dead one costs one lookup its time and not every one.
+listed with another incarnation or address ends it, and no reply is taken in that comes through it later: whoever attaches names
+the leases it holds there, and all others end. A peer that failed is not asked again for a moment, so a dead one costs one lookup
+its time and not every one.
 
 Every verb is one round trip within its deadline and raises `Unavailable`, or `Overloaded` where the peer says so. Greeting and attaching are two more, once a link.
 """
@@ -25,7 +26,7 @@ from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.peer_service import PROTOCOL
 from flatcake_server.cluster.proof import NONCE_BYTES, Handshake
 from flatcake_transport.endpoint import grpc_target
-from flatcake_transport.errors import Overloaded, Unavailable
+from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Link:
 
 
 class Peers:
-    """Belongs to the event loop. `lost` is told of each link that ended, once."""
+    """Belongs to the event loop. `held`: the leases of a member's that are still in use here."""
 
     def __init__(
         self,
@@ -58,14 +59,14 @@ class Peers:
         timeout_s: float,
         message_bytes_max: int,
         *,
-        lost: Callable[[Member], None],
+        held: Callable[[Member], Sequence[int]],
         now_s: Callable[[], float],
     ) -> None:
         self._me = me
         self._cluster = cluster
         self._secrets = secrets_
         self._timeout_s = timeout_s
-        self._lost = lost
+        self._held = held
         self._now_s = now_s
         # Channels are let go of, never closed by word: `grpc.aio.Channel.close` looks through the stacks of all tasks, and after
         # that the servers of this process answered no call any more (grpcio 1.76). The last reference ends the connection.
@@ -132,7 +133,11 @@ class Peers:
     async def give_back(self, node_id: int, incarnation: bytes, lease_ids: Sequence[int]) -> None:
         link = self._standing(node_id, incarnation)
         request = peer_pb2.GiveBackRequest(peer_id=link.peer_id, lease_ids=lease_ids)
-        await self._ask(link, "give_back", link.stub.GiveBack, request, self._timeout_s)
+        try:
+            await self._ask(link, "give_back", link.stub.GiveBack, request, self._timeout_s)
+        except FlatCakeError:
+            self._drop(link)  # it hears of it when we attach again
+            raise
 
     async def stage(
         self, node_id: int, incarnation: bytes, lease_id: int, ranges: Sequence[store_pb2.FileRange], timeout_s: float
@@ -195,7 +200,7 @@ class Peers:
             self._drop(old)
         stub = peer_pb2_grpc.PeerStub(self._channel(member.address))
         try:
-            attached, life = await self._enter(stub, member)
+            attached, life, named = await self._enter(stub, member)
         except Unavailable:
             self._pause(member)
             raise
@@ -203,24 +208,34 @@ class Peers:
         self._links[member.node_id] = link
         self._pauses.pop(member.node_id, None)
         link.watcher = asyncio.ensure_future(self._watch(link))
+        if ended := set(named).difference(self._held(member)):  # given back while we attached
+            await self.give_back(member.node_id, member.incarnation, list(ended))
         return link
 
-    async def _enter(self, stub: Any, member: Member) -> tuple[peer_pb2.Attached, Any]:
-        """Greet and attach, each proving itself to the other."""
+    async def _enter(self, stub: Any, member: Member) -> tuple[peer_pb2.Attached, Any, Sequence[int]]:
+        """Greet and attach, each proving itself to the other; also which leases were named as held."""
         reply, shake = await self._greet(stub, self._timeout_s)
         if reply.incarnation != member.incarnation:
             raise Unavailable(f"another node than {member.node_id} answers at {member.address}")
         self.calls["attach"] += 1
-        proof = shake.proof(self._secrets.token, "asker")
-        beat_ms = int(self._timeout_s * 1000 / BEATS_A_TIMEOUT)
-        life = stub.Attach(peer_pb2.AttachRequest(nonce=reply.nonce, proof=proof, beat_ms=beat_ms))
+        named = self._held(member)
+        request = peer_pb2.AttachRequest(
+            nonce=shake.server_nonce,
+            proof=shake.proof(self._secrets.token, "asker"),
+            beat_ms=int(self._timeout_s * 1000 / BEATS_A_TIMEOUT),
+            lease_ids=named,
+            node_id=shake.asker_node,
+            incarnation=shake.asker,
+            asker_nonce=shake.asker_nonce,
+        )
+        life = stub.Attach(request)
         try:
             attached = await asyncio.wait_for(life.read(), self._timeout_s)
         except (grpc.RpcError, TimeoutError) as error:
             raise Unavailable(f"node {member.node_id} does not let us attach: {_said(error)}") from error
         if not isinstance(attached, peer_pb2.Attached) or attached.incarnation != member.incarnation:
             raise Unavailable(f"node {member.node_id} ended the attachment")
-        return attached, life
+        return attached, life, named
 
     async def _greet(self, stub: Any, timeout_s: float) -> tuple[peer_pb2.GreetReply, Handshake]:
         me, nonce = self._me, secrets.token_bytes(NONCE_BYTES)
@@ -244,14 +259,15 @@ class Peers:
         return reply, shake
 
     async def _watch(self, link: Link) -> None:
-        """Until its stream ends or is silent: then nothing that the peer lent us can be renewed."""
+        """Until its stream ends or is silent: then nothing that the peer lent us can be renewed before we attach again."""
         try:
             while isinstance(await asyncio.wait_for(link.life.read(), self._timeout_s), peer_pb2.Attached):
                 pass
         except TimeoutError:
             self._pause(link.member)
         except grpc.RpcError as error:
-            log.debug("the link to node %d ended: %s", link.member.node_id, _said(error))
+            log.debug("the stream of node %d ended: %s", link.member.node_id, _said(error))
+        log.info("the link to node %d ended", link.member.node_id)
         self._drop(link)
 
     async def _ask(
@@ -265,9 +281,8 @@ class Peers:
             if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise Overloaded(f"node {link.member.node_id} is busy: {_said(error)}") from error
             hurried = code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s < HURRY_S
-            if (
-                code is not grpc.StatusCode.ABORTED and not hurried
-            ):  # ABORTED: that one thing cannot be had; the peer is well
+            well = code is grpc.StatusCode.ABORTED  # that one thing cannot be had
+            if not well and not hurried and self._links.get(link.member.node_id) is link:
                 self._pause(link.member)
             if code is grpc.StatusCode.UNAUTHENTICATED:  # it gave us up
                 self._drop(link)
@@ -275,6 +290,8 @@ class Peers:
         if reply.incarnation != link.member.incarnation:
             self._drop(link)
             raise Unavailable(f"node {link.member.node_id} is another one now")
+        if self._links.get(link.member.node_id) is not link:  # what it lends us by this, it may take back meanwhile
+            raise Unavailable(f"the link to node {link.member.node_id} ended")
         self._pauses.pop(link.member.node_id, None)
         return reply
 
@@ -290,7 +307,6 @@ class Peers:
         link.life.cancel()
         if link.watcher is not None:
             link.watcher.cancel()
-        self._lost(link.member)
 
 
 def _said(error: BaseException) -> str:

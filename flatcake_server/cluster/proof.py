@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 NONCE_BYTES: Final = 16
+NUMBER_BYTES: Final = 8  # of a nonce; the others are of the daemon's start
 TOKEN_BYTES_MIN: Final = 16
 
 
@@ -35,3 +36,39 @@ class Handshake:
 
     def proves(self, token: bytes, side: str, proof: bytes) -> bool:
         return hmac.compare_digest(self.proof(token, side), proof)
+
+
+class Nonces:
+    """What a daemon gives out to whoever greets it; each is good for one attachment.
+
+    Nothing is kept of those given out, so strangers may greet as often as they like: a nonce is a number of this start's, and of
+    an asker only a newer one is taken than the last. So one that was overheard is worth nothing, nor one that comes late.
+
+    Args:
+        start: random bytes that no other start has.
+    """
+
+    def __init__(self, start: bytes) -> None:
+        if len(start) != NONCE_BYTES - NUMBER_BYTES:
+            raise ValueError(f"{len(start)} bytes for a start: expected {NONCE_BYTES - NUMBER_BYTES}")
+        self._start = start
+        self._given = 0
+        self._taken: dict[bytes, int] = {}
+        self._forgotten = 0
+
+    def give(self) -> bytes:
+        self._given += 1
+        return self._start + self._given.to_bytes(NUMBER_BYTES, "little")
+
+    def take(self, asker: bytes, nonce: bytes) -> bool:
+        """Whether it is good for this asker, which has proved itself: it is not once more."""
+        number = int.from_bytes(nonce[len(self._start) :], "little")
+        last = self._taken.get(asker, self._forgotten)
+        if len(nonce) != NONCE_BYTES or not nonce.startswith(self._start) or not last < number <= self._given:
+            return False
+        self._taken[asker] = number
+        return True
+
+    def forget(self, asker: bytes) -> None:
+        """It is gone; what it was given is not taken of anybody any more, nor anything older."""
+        self._forgotten = max(self._forgotten, self._taken.pop(asker, 0))

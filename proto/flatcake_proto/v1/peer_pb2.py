@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from flatcake_proto.v1 import store_pb2 as flatcake__proto_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x66latcake_proto/v1/peer.proto\x12\x0b\x66latcake.v1\x1a\x1d\x66latcake_proto/v1/store.proto\"\x94\x01\n\x0cGreetRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\x1b\n\x13\x63luster_fingerprint\x18\x04 \x01(\x0c\x12\x0f\n\x07node_id\x18\x05 \x01(\r\x12\x13\n\x0bincarnation\x18\x06 \x01(\x0c\x12\r\n\x05nonce\x18\x07 \x01(\x0c\"\x90\x01\n\nGreetReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1b\n\x13\x63luster_fingerprint\x18\x03 \x01(\x0c\x12\x0f\n\x07node_id\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\x0c\x12\r\n\x05nonce\x18\x06 \x01(\x0c\x12\r\n\x05proof\x18\x07 \x01(\x0c\">\n\rAttachRequest\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\x0f\n\x07\x62\x65\x61t_ms\x18\x03 \x01(\r\"0\n\x08\x41ttached\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\"-\n\x0cProbeRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"/\n\nProbeReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0c\n\x04held\x18\x02 \x01(\x0c\"[\n\x0b\x46indRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\r\n\x05space\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0b\n\x03pin\x18\x04 \x01(\x08\x12\x11\n\tnvme_host\x18\x05 \x01(\t\"\xb6\x01\n\tFindReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x1e\n\x04runs\x18\x02 \x03(\x0b\x32\x10.flatcake.v1.Run\x12\x10\n\x08lease_id\x18\x03 \x01(\x06\x12\x14\n\x0clease_ttl_ms\x18\x04 \x01(\r\x12\'\n\x08\x65xported\x18\x06 \x03(\x0b\x32\x15.flatcake.v1.Exported\x12#\n\x06\x66\x61\x62ric\x18\x05 \x01(\x0b\x32\x13.flatcake.v1.Fabric\")\n\x08\x45xported\x12\x0f\n\x07\x66ile_id\x18\x01 \x01(\x04\x12\x0c\n\x04uuid\x18\x02 \x01(\x0c\"4\n\x0eProlongRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x11\n\tlease_ids\x18\x02 \x03(\x06\"2\n\x0cProlongReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\r\n\x05\x61live\x18\x02 \x03(\x06\"5\n\x0fGiveBackRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x11\n\tlease_ids\x18\x02 \x03(\x06\"$\n\rGiveBackReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\"^\n\x11StageFilesRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x10\n\x08lease_id\x18\x02 \x01(\x06\x12&\n\x06ranges\x18\x03 \x03(\x0b\x32\x16.flatcake.v1.FileRange\"O\n\x0fStageFilesReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\'\n\x06staged\x18\x02 \x01(\x0b\x32\x17.flatcake.v1.StageReply\":\n\x13UnstageFilesRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x12\n\nstaged_ids\x18\x02 \x03(\x06\"(\n\x11UnstageFilesReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\"1\n\x0c\x44oubtRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x10\n\x08segments\x18\x02 \x03(\x06\"!\n\nDoubtReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x32\xdd\x04\n\x04Peer\x12;\n\x05Greet\x12\x19.flatcake.v1.GreetRequest\x1a\x17.flatcake.v1.GreetReply\x12=\n\x06\x41ttach\x12\x1a.flatcake.v1.AttachRequest\x1a\x15.flatcake.v1.Attached0\x01\x12;\n\x05Probe\x12\x19.flatcake.v1.ProbeRequest\x1a\x17.flatcake.v1.ProbeReply\x12\x38\n\x04\x46ind\x12\x18.flatcake.v1.FindRequest\x1a\x16.flatcake.v1.FindReply\x12\x41\n\x07Prolong\x12\x1b.flatcake.v1.ProlongRequest\x1a\x19.flatcake.v1.ProlongReply\x12\x44\n\x08GiveBack\x12\x1c.flatcake.v1.GiveBackRequest\x1a\x1a.flatcake.v1.GiveBackReply\x12J\n\nStageFiles\x12\x1e.flatcake.v1.StageFilesRequest\x1a\x1c.flatcake.v1.StageFilesReply\x12P\n\x0cUnstageFiles\x12 .flatcake.v1.UnstageFilesRequest\x1a\x1e.flatcake.v1.UnstageFilesReply\x12;\n\x05\x44oubt\x12\x19.flatcake.v1.DoubtRequest\x1a\x17.flatcake.v1.DoubtReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x66latcake_proto/v1/peer.proto\x12\x0b\x66latcake.v1\x1a\x1d\x66latcake_proto/v1/store.proto\"\x94\x01\n\x0cGreetRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\x1b\n\x13\x63luster_fingerprint\x18\x04 \x01(\x0c\x12\x0f\n\x07node_id\x18\x05 \x01(\r\x12\x13\n\x0bincarnation\x18\x06 \x01(\x0c\x12\r\n\x05nonce\x18\x07 \x01(\x0c\"\x90\x01\n\nGreetReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1b\n\x13\x63luster_fingerprint\x18\x03 \x01(\x0c\x12\x0f\n\x07node_id\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\x0c\x12\r\n\x05nonce\x18\x06 \x01(\x0c\x12\r\n\x05proof\x18\x07 \x01(\x0c\"\x8c\x01\n\rAttachRequest\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\x0f\n\x07\x62\x65\x61t_ms\x18\x03 \x01(\r\x12\x11\n\tlease_ids\x18\x04 \x03(\x06\x12\x0f\n\x07node_id\x18\x05 \x01(\r\x12\x13\n\x0bincarnation\x18\x06 \x01(\x0c\x12\x13\n\x0b\x61sker_nonce\x18\x07 \x01(\x0c\"0\n\x08\x41ttached\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\"-\n\x0cProbeRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"/\n\nProbeReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0c\n\x04held\x18\x02 \x01(\x0c\"[\n\x0b\x46indRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\r\n\x05space\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0b\n\x03pin\x18\x04 \x01(\x08\x12\x11\n\tnvme_host\x18\x05 \x01(\t\"\xb6\x01\n\tFindReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x1e\n\x04runs\x18\x02 \x03(\x0b\x32\x10.flatcake.v1.Run\x12\x10\n\x08lease_id\x18\x03 \x01(\x06\x12\x14\n\x0clease_ttl_ms\x18\x04 \x01(\r\x12\'\n\x08\x65xported\x18\x06 \x03(\x0b\x32\x15.flatcake.v1.Exported\x12#\n\x06\x66\x61\x62ric\x18\x05 \x01(\x0b\x32\x13.flatcake.v1.Fabric\")\n\x08\x45xported\x12\x0f\n\x07\x66ile_id\x18\x01 \x01(\x04\x12\x0c\n\x04uuid\x18\x02 \x01(\x0c\"4\n\x0eProlongRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x11\n\tlease_ids\x18\x02 \x03(\x06\"2\n\x0cProlongReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\r\n\x05\x61live\x18\x02 \x03(\x06\"5\n\x0fGiveBackRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x11\n\tlease_ids\x18\x02 \x03(\x06\"$\n\rGiveBackReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\"^\n\x11StageFilesRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x10\n\x08lease_id\x18\x02 \x01(\x06\x12&\n\x06ranges\x18\x03 \x03(\x0b\x32\x16.flatcake.v1.FileRange\"O\n\x0fStageFilesReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\'\n\x06staged\x18\x02 \x01(\x0b\x32\x17.flatcake.v1.StageReply\":\n\x13UnstageFilesRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x12\n\nstaged_ids\x18\x02 \x03(\x06\"(\n\x11UnstageFilesReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\"1\n\x0c\x44oubtRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\x06\x12\x10\n\x08segments\x18\x02 \x03(\x06\"!\n\nDoubtReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x32\xdd\x04\n\x04Peer\x12;\n\x05Greet\x12\x19.flatcake.v1.GreetRequest\x1a\x17.flatcake.v1.GreetReply\x12=\n\x06\x41ttach\x12\x1a.flatcake.v1.AttachRequest\x1a\x15.flatcake.v1.Attached0\x01\x12;\n\x05Probe\x12\x19.flatcake.v1.ProbeRequest\x1a\x17.flatcake.v1.ProbeReply\x12\x38\n\x04\x46ind\x12\x18.flatcake.v1.FindRequest\x1a\x16.flatcake.v1.FindReply\x12\x41\n\x07Prolong\x12\x1b.flatcake.v1.ProlongRequest\x1a\x19.flatcake.v1.ProlongReply\x12\x44\n\x08GiveBack\x12\x1c.flatcake.v1.GiveBackRequest\x1a\x1a.flatcake.v1.GiveBackReply\x12J\n\nStageFiles\x12\x1e.flatcake.v1.StageFilesRequest\x1a\x1c.flatcake.v1.StageFilesReply\x12P\n\x0cUnstageFiles\x12 .flatcake.v1.UnstageFilesRequest\x1a\x1e.flatcake.v1.UnstageFilesReply\x12;\n\x05\x44oubt\x12\x19.flatcake.v1.DoubtRequest\x1a\x17.flatcake.v1.DoubtReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,40 +36,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GREETREQUEST']._serialized_end=225
   _globals['_GREETREPLY']._serialized_start=228
   _globals['_GREETREPLY']._serialized_end=372
-  _globals['_ATTACHREQUEST']._serialized_start=374
-  _globals['_ATTACHREQUEST']._serialized_end=436
-  _globals['_ATTACHED']._serialized_start=438
-  _globals['_ATTACHED']._serialized_end=486
-  _globals['_PROBEREQUEST']._serialized_start=488
-  _globals['_PROBEREQUEST']._serialized_end=533
-  _globals['_PROBEREPLY']._serialized_start=535
-  _globals['_PROBEREPLY']._serialized_end=582
-  _globals['_FINDREQUEST']._serialized_start=584
-  _globals['_FINDREQUEST']._serialized_end=675
-  _globals['_FINDREPLY']._serialized_start=678
-  _globals['_FINDREPLY']._serialized_end=860
-  _globals['_EXPORTED']._serialized_start=862
-  _globals['_EXPORTED']._serialized_end=903
-  _globals['_PROLONGREQUEST']._serialized_start=905
-  _globals['_PROLONGREQUEST']._serialized_end=957
-  _globals['_PROLONGREPLY']._serialized_start=959
-  _globals['_PROLONGREPLY']._serialized_end=1009
-  _globals['_GIVEBACKREQUEST']._serialized_start=1011
-  _globals['_GIVEBACKREQUEST']._serialized_end=1064
-  _globals['_GIVEBACKREPLY']._serialized_start=1066
-  _globals['_GIVEBACKREPLY']._serialized_end=1102
-  _globals['_STAGEFILESREQUEST']._serialized_start=1104
-  _globals['_STAGEFILESREQUEST']._serialized_end=1198
-  _globals['_STAGEFILESREPLY']._serialized_start=1200
-  _globals['_STAGEFILESREPLY']._serialized_end=1279
-  _globals['_UNSTAGEFILESREQUEST']._serialized_start=1281
-  _globals['_UNSTAGEFILESREQUEST']._serialized_end=1339
-  _globals['_UNSTAGEFILESREPLY']._serialized_start=1341
-  _globals['_UNSTAGEFILESREPLY']._serialized_end=1381
-  _globals['_DOUBTREQUEST']._serialized_start=1383
-  _globals['_DOUBTREQUEST']._serialized_end=1432
-  _globals['_DOUBTREPLY']._serialized_start=1434
-  _globals['_DOUBTREPLY']._serialized_end=1467
-  _globals['_PEER']._serialized_start=1470
-  _globals['_PEER']._serialized_end=2075
+  _globals['_ATTACHREQUEST']._serialized_start=375
+  _globals['_ATTACHREQUEST']._serialized_end=515
+  _globals['_ATTACHED']._serialized_start=517
+  _globals['_ATTACHED']._serialized_end=565
+  _globals['_PROBEREQUEST']._serialized_start=567
+  _globals['_PROBEREQUEST']._serialized_end=612
+  _globals['_PROBEREPLY']._serialized_start=614
+  _globals['_PROBEREPLY']._serialized_end=661
+  _globals['_FINDREQUEST']._serialized_start=663
+  _globals['_FINDREQUEST']._serialized_end=754
+  _globals['_FINDREPLY']._serialized_start=757
+  _globals['_FINDREPLY']._serialized_end=939
+  _globals['_EXPORTED']._serialized_start=941
+  _globals['_EXPORTED']._serialized_end=982
+  _globals['_PROLONGREQUEST']._serialized_start=984
+  _globals['_PROLONGREQUEST']._serialized_end=1036
+  _globals['_PROLONGREPLY']._serialized_start=1038
+  _globals['_PROLONGREPLY']._serialized_end=1088
+  _globals['_GIVEBACKREQUEST']._serialized_start=1090
+  _globals['_GIVEBACKREQUEST']._serialized_end=1143
+  _globals['_GIVEBACKREPLY']._serialized_start=1145
+  _globals['_GIVEBACKREPLY']._serialized_end=1181
+  _globals['_STAGEFILESREQUEST']._serialized_start=1183
+  _globals['_STAGEFILESREQUEST']._serialized_end=1277
+  _globals['_STAGEFILESREPLY']._serialized_start=1279
+  _globals['_STAGEFILESREPLY']._serialized_end=1358
+  _globals['_UNSTAGEFILESREQUEST']._serialized_start=1360
+  _globals['_UNSTAGEFILESREQUEST']._serialized_end=1418
+  _globals['_UNSTAGEFILESREPLY']._serialized_start=1420
+  _globals['_UNSTAGEFILESREPLY']._serialized_end=1460
+  _globals['_DOUBTREQUEST']._serialized_start=1462
+  _globals['_DOUBTREQUEST']._serialized_end=1511
+  _globals['_DOUBTREPLY']._serialized_start=1513
+  _globals['_DOUBTREPLY']._serialized_end=1546
+  _globals['_PEER']._serialized_start=1549
+  _globals['_PEER']._serialized_end=2154
 # @@protoc_insertion_point(module_scope)

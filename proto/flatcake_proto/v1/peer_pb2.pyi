@@ -4,7 +4,7 @@ isort:skip_file
 The words between two daemons. Metadata only: bytes are read one-sided from memory, or from an exported disk.
 
 Greet tells who is there, and proves that the server knows the cluster's token. Attach proves it of the asker and stays open:
-it is the asker's life line, all leases it was given end with it. The other verbs name the attachment by `peer_id`.
+without it no lease is renewed. The other verbs name the attachment by `peer_id`.
 Every reply carries the incarnation: from another one than was greeted, nothing that was known of the peer holds.
 """
 
@@ -109,21 +109,37 @@ class AttachRequest(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
     BEAT_MS_FIELD_NUMBER: _builtins.int
+    LEASE_IDS_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ASKER_NONCE_FIELD_NUMBER: _builtins.int
     nonce: _builtins.bytes
     """the server's, of the greeting that this completes"""
     proof: _builtins.bytes
     beat_ms: _builtins.int
     """how often the asker wants to hear that the server lives"""
+    node_id: _builtins.int
+    """the asker, as it greeted: the server keeps nothing of a greeting"""
+    incarnation: _builtins.bytes
+    asker_nonce: _builtins.bytes
+    @_builtins.property
+    def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """what it still holds of earlier attachments; all else that it was given ends"""
+
     def __init__(
         self,
         *,
         nonce: _builtins.bytes = ...,
         proof: _builtins.bytes = ...,
         beat_ms: _builtins.int = ...,
+        lease_ids: _abc.Iterable[_builtins.int] | None = ...,
+        node_id: _builtins.int = ...,
+        incarnation: _builtins.bytes = ...,
+        asker_nonce: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_ms", b"beat_ms", "nonce", b"nonce", "proof", b"proof"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asker_nonce", b"asker_nonce", "beat_ms", b"beat_ms", "incarnation", b"incarnation", "lease_ids", b"lease_ids", "node_id", b"node_id", "nonce", b"nonce", "proof", b"proof"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

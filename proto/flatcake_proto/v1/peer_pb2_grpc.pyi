@@ -4,7 +4,7 @@ isort:skip_file
 The words between two daemons. Metadata only: bytes are read one-sided from memory, or from an exported disk.
 
 Greet tells who is there, and proves that the server knows the cluster's token. Attach proves it of the asker and stays open:
-it is the asker's life line, all leases it was given end with it. The other verbs name the attachment by `peer_id`.
+without it no lease is renewed. The other verbs name the attachment by `peer_id`.
 Every reply carries the incarnation: from another one than was greeted, nothing that was known of the peer holds.
 """
 

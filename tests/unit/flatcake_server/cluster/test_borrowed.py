@@ -30,15 +30,15 @@ def test_a_renewal_of_an_earlier_loan_says_nothing_of_this_one():
     assert loans.get(1, 111.0) is None
 
 
-def test_loans_end_with_their_owner():
+def test_what_an_owner_lent_us_is_known_by_its_incarnation():
     loans = Loans(3)
     loans.add(1, LOAN)
     loans.add(2, replace(LOAN, node_id=8))
-    loans.add(3, replace(LOAN, incarnation=b"c" * 16))
-    assert loans.end_of_node(7, b"b" * 16) == 1
-    assert loans.get(3, 0.0) is not None
-    assert loans.end_of_node(7) == 1
-    assert loans.get(2, 0.0) is not None
+    loans.add(3, replace(LOAN, incarnation=b"c" * 16, lease_id=43))
+    assert loans.of_node(7, b"b" * 16) == [42]
+    assert loans.of_node(7, b"c" * 16) == [43]
+    loans.end([1])
+    assert loans.of_node(7, b"b" * 16) == []
 
 
 def test_they_are_bounded_and_orphans_are_given_up():

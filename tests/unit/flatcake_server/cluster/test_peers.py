@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from cluster import Wire, keys_of, store
+from cluster import Wire, keys_of, remote, store
 from cluster_nodes import config_of, found, nodes, run, soon
 from redis_server import RedisServer, free_port, needs_redis
 from wire import Refused
@@ -127,11 +127,12 @@ def test_who_does_not_know_the_token_is_a_stranger(tmp_path):
             assert await found(one, keys_of(16)) == [(2, 16)]
             stub = peer_pb2_grpc.PeerStub(grpc.aio.insecure_channel(two.address))
             me = one.member()
-            greeting = {"protocol": 1, "cluster": "flatcake", "cluster_fingerprint": me.fingerprint, "node_id": 9}
+            greeting = {"protocol": 2, "cluster": "flatcake", "cluster_fingerprint": me.fingerprint, "node_id": 9}
             reply = await stub.Greet(peer_pb2.GreetRequest(**greeting, incarnation=b"i" * 16, nonce=b"n" * 16))
+            as_greeted = {"node_id": 9, "incarnation": b"i" * 16, "asker_nonce": b"n" * 16}
             for nonce, proof in ((reply.nonce, b""), (reply.nonce, reply.proof), (b"never said", reply.proof)):
                 with pytest.raises(grpc.RpcError) as refused:
-                    await stub.Attach(peer_pb2.AttachRequest(nonce=nonce, proof=proof)).read()
+                    await stub.Attach(peer_pb2.AttachRequest(nonce=nonce, proof=proof, **as_greeted)).read()
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
             for verb in ("Probe", "Find", "Prolong", "GiveBack"):
                 with pytest.raises(grpc.RpcError) as refused:
@@ -241,16 +242,43 @@ def test_a_peer_that_comes_and_goes_leaves_nothing_behind(tmp_path):
     run(work())
 
 
+def test_a_word_to_attach_that_comes_late_ends_nothing(tmp_path):
+    """It names what was held then: what was lent since would be taken back."""
+
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+            peers, owner, leases = one.cluster.peers, two.member(), two.node.leases
+            stub = peer_pb2_grpc.PeerStub(grpc.aio.insecure_channel(two.address))
+            reply, shake = await peers._greet(stub, 5)
+            peers.keep([])
+            await asyncio.to_thread(store, two, keys_of(16))
+            with await asyncio.to_thread(Wire, one.endpoint) as wire:
+                await asyncio.to_thread(remote, wire, keys_of(16))
+                assert leases.stats().leases == 1
+                request = peer_pb2.AttachRequest(
+                    nonce=reply.nonce, proof=shake.proof(b"", "asker"), node_id=1, incarnation=shake.asker,
+                    asker_nonce=shake.asker_nonce,
+                )  # fmt: skip
+                with pytest.raises(grpc.RpcError) as refused:
+                    await stub.Attach(request).read()
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert leases.stats().leases == 1
+                assert (two.cluster.stats().attached, two.cluster.stats().strangers_total) == (1, 0)
+                assert peers.linked(owner)
+
+    run(work())
+
+
 def test_other_clusters_and_formats_are_no_members(tmp_path):
     async def work() -> None:
         async with nodes(tmp_path, 1) as (one,):
             me = Member(9, b"9" * 16, "", "1", one.member().fingerprint)
             secrets = one.cluster.peers._secrets
-            other = Peers(me, "other", secrets, 1.0, 1 << 20, lost=lambda _: None, now_s=lambda: 0.0)
+            other = Peers(me, "other", secrets, 1.0, 1 << 20, held=lambda _: (), now_s=lambda: 0.0)
             with pytest.raises(Unavailable, match="the peer is of cluster 'other'"):
                 await other.greet(one.address)
             strange = Member(9, b"9" * 16, "", "1", b"another format..")
-            differs = Peers(strange, "flatcake", secrets, 1.0, 1 << 20, lost=lambda _: None, now_s=lambda: 0.0)
+            differs = Peers(strange, "flatcake", secrets, 1.0, 1 << 20, held=lambda _: (), now_s=lambda: 0.0)
             assert (await differs.greet(one.address)).node_id == 1
             with pytest.raises(Unavailable, match="does not let us attach"):
                 await differs.attach(one.member())

@@ -19,11 +19,9 @@ from flatcake_transport.address import Address, Medium
 from flatcake_transport.errors import Unavailable
 
 
-def test_leases_are_renewed_given_back_and_outlive_a_link_that_broke(tmp_path):
-    """The engines that read there do not hear of it: what they read must not change under them before their time is over."""
-
+def test_leases_are_renewed_and_given_back(tmp_path):
     async def work() -> None:
-        async with nodes(tmp_path, lease_ttl=2.0) as (one, two):
+        async with nodes(tmp_path) as (one, two):
             keys = keys_of(16)
             await asyncio.to_thread(store, two, keys)
             peers, owner = one.cluster.peers, two.member()
@@ -37,14 +35,88 @@ def test_leases_are_renewed_given_back_and_outlive_a_link_that_broke(tmp_path):
             assert leases.stats().leases == 1
             with pytest.raises(Unavailable, match="another one now"):
                 await peers.prolong(2, b"x" * 16, [1], timeout_s=5)
-            reply = await peers.find(owner, SPEC.to_json(), keys, pin=True, timeout_s=5)
-            found_s = asyncio.get_running_loop().time()
-            clients = len(two.node.store.clients)
-            one.cluster.peers.keep([])
-            await soon(lambda: len(two.node.store.clients) < clients)
-            assert asyncio.get_running_loop().time() > found_s + 1.5 or leases.get(reply.lease_id) is not None
-            await soon(lambda: not leases.stats().leases)
-            assert (leases.stats().expired_total, leases.stats().orphaned_total) == (2, 0)
+
+    run(work())
+
+
+def test_after_a_broken_link_an_owner_holds_what_is_read_and_nothing_else(tmp_path):
+    """The engines that read there do not hear of it: what they read must not change under them."""
+
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+            keys = keys_of(16)
+            await asyncio.to_thread(store, two, keys)
+            peers, owner, leases = one.cluster.peers, two.member(), two.node.leases
+            with await asyncio.to_thread(Wire, one.endpoint) as wire:
+                read, ended = [(await asyncio.to_thread(remote, wire, keys))[1] for _ in range(2)]
+                lost = await peers.find(owner, SPEC.to_json(), keys, pin=True, timeout_s=5)  # as if no reply had come
+                assert leases.stats().leases == 3
+                until_s = asyncio.get_running_loop().time() + 1e6
+                peers.keep([])
+                peers._pauses[2] = owner, until_s, 1.0  # and it cannot be made again
+                await asyncio.to_thread(wire.call, "Release", lease_ids=[ended.lease_id])
+                await soon(lambda: two.cluster.stats().attached == 0)
+                two.cluster.service.sweep()
+                assert leases.stats().leases == 3, "an engine may read what was lent"
+                del peers._pauses[2]
+                await peers.attach(owner)
+                assert leases.held_by(leases.get(read.nodes[0].lease_id).client_id) == [read.nodes[0].lease_id]
+                assert leases.get(lost.lease_id) is None
+                renewed = await asyncio.to_thread(wire.call, "Renew", lease_ids=[read.lease_id])
+                assert list(renewed.alive_remote) == [read.lease_id], "and reads on"
+                await asyncio.to_thread(wire.call, "Release", lease_ids=[read.lease_id])
+                await soon(lambda: not leases.stats().leases)
+            assert leases.stats().expired_total == 0
+
+    run(work())
+
+
+def test_a_lease_that_ends_while_its_owner_is_attached_to_is_given_back(tmp_path):
+    """It was named as held a moment before."""
+
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+            keys = keys_of(16)
+            await asyncio.to_thread(store, two, keys)
+            peers, owner, loans = one.cluster.peers, two.member(), one.cluster._loans
+            with await asyncio.to_thread(Wire, one.endpoint) as wire:
+                _, reply = await asyncio.to_thread(remote, wire, keys)
+                held = peers._held
+
+                def named(member: Member) -> list[int]:
+                    ids = list(held(member))
+                    loans.end([reply.lease_id])
+                    return ids
+
+                peers._held = named
+                peers.keep([])
+                await peers.attach(owner)
+                assert two.node.leases.stats().leases == 0
+
+    run(work())
+
+
+def test_what_comes_by_a_link_that_ended_is_not_taken_in(tmp_path):
+    """The owner may have ended that lease: it was not named when we attached again."""
+
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+            keys = keys_of(16)
+            await asyncio.to_thread(store, two, keys)
+            peers, owner = one.cluster.peers, two.member()
+            link = await peers._link(owner)
+
+            async def late(request: Any, **options: Any) -> Any:
+                reply = await link.stub.Find(request, **options)
+                peers.keep([])
+                await peers.attach(owner)
+                return reply
+
+            request = peer_pb2.FindRequest(peer_id=link.peer_id, space=SPEC.to_json(), keys=keys, pin=True)
+            with pytest.raises(Unavailable, match="ended"):
+                await peers._ask(link, "find", late, request, 5)
+            assert two.node.leases.stats().leases == 0
+            assert peers.usable(owner)
 
     run(work())
 
