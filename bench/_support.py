@@ -222,15 +222,31 @@ def timed_s(work: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def sweep(run_s: Callable[[Setting], float], commands: Sequence[int] = COMMANDS) -> dict[Setting, float]:
-    """Seconds of every setting, the fastest first."""
-    seconds = {setting: run_s(setting) for setting in (Setting(c, t) for t in THREADS for c in commands)}
-    return dict(sorted(seconds.items(), key=lambda item: item[1]))
+class Contenders:
+    """The fastest settings of a sweep. They share the limit's turns: one pass of a noisy disk does not say which is the best."""
 
+    def __init__(
+        self, run_s: Callable[[Setting], float], commands: Sequence[int] = COMMANDS, *, count: int = 3
+    ) -> None:
+        """`run_s`: seconds of one pass with a setting."""
+        seconds = {setting: run_s(setting) for setting in (Setting(c, t) for t in THREADS for c in commands)}
+        self.swept = dict(sorted(seconds.items(), key=lambda item: item[1]))
+        self._run_s = run_s
+        self._best = list(self.swept)[:count]
 
-def finalists(swept: dict[Setting, float], count: int = 3) -> list[Setting]:
-    """Those that share the limit's turns: one pass of a noisy disk does not say which is the best."""
-    return list(swept)[:count]
+    def setting(self, number: int) -> Setting:
+        """Whose turn it is in a round."""
+        return self._best[number % len(self._best)]
+
+    def run_s(self, number: int) -> float:
+        return self._run_s(self.setting(number))
+
+    def rates(self, size_bytes: int) -> dict[str, float]:
+        """GB/s of every setting, for --json."""
+        return {str(setting): round(size_bytes / seconds / 1e9, 2) for setting, seconds in self.swept.items()}
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._best))
 
 
 def take_turns(rounds: int, *runs: Callable[[int], float]) -> list[list[float]]:

@@ -23,15 +23,14 @@ from _support import (
     MIB,
     Bytes,
     Compared,
+    Contenders,
     Node,
     Raw,
     Report,
     Setting,
     arguments,
     disk_directory,
-    finalists,
     say,
-    sweep,
     take_turns,
     timed_s,
 )
@@ -129,11 +128,10 @@ def on_ssd(args: argparse.Namespace, directory: Path, report: Report) -> None:
 
     say("sweeping raw writes")
     raw_s(Setting(4 * MIB, 4))
-    swept = sweep(raw_s, commands=(256 << 10, MIB, 4 * MIB, 8 * MIB))
-    best = finalists(swept, 2)
-    report.more["raw_write_sweep_gb_s"] = {str(s): round(size_bytes / t / 1e9, 2) for s, t in swept.items()}
+    best = Contenders(raw_s, commands=(256 << 10, MIB, 4 * MIB, 8 * MIB), count=2)
+    report.more["raw_write_sweep_gb_s"] = best.rates(size_bytes)
     for verify in VERIFY:
-        say(f"taking turns: raw {', '.join(map(str, best))}, store to SSD, restore; verify={verify}")
+        say(f"taking turns: raw {best}, store to SSD, restore; verify={verify}")
         home = directory / f"ssd-{verify}"
         home.mkdir()
         with Node(home, verify=verify, ssd_bytes=4 * size_bytes + GIB) as node, fc.connect(node.endpoint) as client:
@@ -143,8 +141,8 @@ def on_ssd(args: argparse.Namespace, directory: Path, report: Report) -> None:
             assert same(engine.pages, engine.back), "other bytes came back than were stored"
             limit_s, from_s, store_s, restore_s = take_turns(
                 args.rounds,
-                lambda n: raw_s(best[n % len(best)]),
-                lambda n: raw_s(best[n % len(best)], source),
+                best.run_s,
+                lambda number: raw_s(best.setting(number), source),
                 engine.store_s,
                 engine.restore_s,
             )

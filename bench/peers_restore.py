@@ -28,14 +28,13 @@ from _support import (
     GIB,
     MIB,
     Compared,
+    Contenders,
     Raw,
     Report,
     Setting,
     arguments,
     disk_directory,
-    finalists,
     say,
-    sweep,
     take_turns,
 )
 
@@ -133,7 +132,7 @@ def from_ssd(args: argparse.Namespace, directory: Path, peers: list[Peer], repor
     aligned = memory[-memory.ctypes.data % 4096 :][: (size_bytes - 4096) // (8 * MIB) * 8 * MIB]
     os.truncate(path, len(aligned))
     say("sweeping raw reads into as much memory as the session takes")
-    best = finalists(sweep(lambda setting: raw.read_s(path, setting, aligned), commands=(MIB, 4 * MIB, 8 * MIB)))
+    best = Contenders(lambda setting: raw.read_s(path, setting, aligned), commands=(MIB, 4 * MIB, 8 * MIB))
     for what, text in (
         ("one", "1 session"),
         ("in_turn", f"{args.readers} sessions in turn"),
@@ -143,7 +142,7 @@ def from_ssd(args: argparse.Namespace, directory: Path, peers: list[Peer], repor
         replies: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
         limit_s, *_ = take_turns(
             args.rounds,
-            lambda number: raw.read_s(path, best[number % len(best)], aligned) * size_bytes / len(aligned),
+            lambda number: best.run_s(number) * size_bytes / len(aligned),
             *(partial(turn, peer, what, replies[peer.name]) for peer in peers),
         )
         for name, each in replies.items():

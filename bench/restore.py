@@ -27,15 +27,14 @@ from _support import (
     GIB,
     MIB,
     Compared,
+    Contenders,
     Node,
     Raw,
     Report,
     Setting,
     arguments,
     disk_directory,
-    finalists,
     say,
-    sweep,
     take_turns,
     timed_s,
     together_s,
@@ -71,15 +70,11 @@ def one_session(args: argparse.Namespace, directory: Path, node: Node, client: f
     amplification = (read_bytes() - before) / size_bytes
     assert same(stored, pages), "other bytes came back than were stored"
     say("sweeping raw reads, into buffers and into as much memory as the session takes")
-    swept = sweep(lambda setting: raw.read_s(raw_path, setting))
-    into = sweep(lambda setting: raw.read_s(raw_path, setting, pages.memory), commands=(MIB, 4 * MIB, 8 * MIB))
-    best, best_into = finalists(swept), finalists(into)
-    say(f"taking turns: raw {', '.join(map(str, best))}, and restore")
+    best = Contenders(lambda setting: raw.read_s(raw_path, setting))
+    into = Contenders(lambda setting: raw.read_s(raw_path, setting, pages.memory), commands=(MIB, 4 * MIB, 8 * MIB))
+    say(f"taking turns: raw {best}, and restore")
     limit_s, into_s, ours_s = take_turns(
-        args.rounds,
-        lambda number: raw.read_s(raw_path, best[number % len(best)]),
-        lambda number: raw.read_s(raw_path, best_into[number % len(best_into)], pages.memory),
-        lambda _: timed_s(lambda: restore(space, keys, pages)),
+        args.rounds, best.run_s, into.run_s, lambda _: timed_s(lambda: restore(space, keys, pages))
     )
     raw_path.unlink()
     compared, landed = Compared.of(size_bytes, limit_s, ours_s), Compared.of(size_bytes, into_s, ours_s)
@@ -90,8 +85,8 @@ def one_session(args: argparse.Namespace, directory: Path, node: Node, client: f
     )
     commands = f"{LAYERS} layers x {len(ends)} segments"
     report.add("read commands", stats.read_commands, LAYERS * len(ends), at_most=True, detail=commands)
-    report.more["raw_sweep_gb_s"] = {str(s): round(size_bytes / t / 1e9, 2) for s, t in swept.items()}
-    report.more["raw_into_memory_gb_s"] = {str(s): round(size_bytes / t / 1e9, 2) for s, t in into.items()}
+    report.more["raw_sweep_gb_s"] = best.rates(size_bytes)
+    report.more["raw_into_memory_gb_s"] = into.rates(size_bytes)
     with AdminClient(node.endpoint) as admin:
         admin.drop(["one"])
 

@@ -6,14 +6,10 @@ With `--ssd-paths` it works offline, on the journal and the session files; a dae
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flatcake_server.cli_output import (
     EXIT_FOUND,
@@ -25,19 +21,9 @@ from flatcake_server.cli_output import (
     path_list,
     print_error,
     print_json,
+    progress_bar,
 )
 from flatcake_server.rpc_admin import AdminClient
-
-Step = Callable[[int, int], None]  # (done, total)
-
-
-@contextmanager
-def _progress(title: str) -> Iterator[Step]:
-    """A bar on stderr while it lasts; nothing where stderr is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def check(
@@ -75,7 +61,7 @@ def check(
 
 def _check_daemon(endpoint: str | None, *, data: bool) -> dict[str, Any]:
     report: dict[str, Any] | None = None
-    with AdminClient(endpoint_or_default(endpoint)) as client, _progress("checking the daemon") as step:
+    with AdminClient(endpoint_or_default(endpoint)) as client, progress_bar("checking the daemon") as step:
         for state in client.check(data=data):
             step(state.done, state.total)
             report = state.report or report
@@ -90,8 +76,8 @@ def _check_path(path: Path, *, data: bool, rebuild: bool) -> dict[str, Any]:
 
     rebuilt: dict[str, Any] = {}
     if rebuild:
-        with _progress(f"rebuilding {path}") as step:
+        with progress_bar(f"rebuilding {path}") as step:
             rebuilt = {"rebuilt": offline.rebuild(path, progress=step)}
-    with _progress(f"checking {path}") as step:
+    with progress_bar(f"checking {path}") as step:
         report = offline.check(path, data=data, progress=step)
     return {"path": str(path), "ok": report.ok, **rebuilt, **report.facts, "findings": list(report.findings)}

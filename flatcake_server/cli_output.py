@@ -6,16 +6,18 @@ cells go by, so a new field needs no change here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +33,7 @@ EXIT_UNAVAILABLE: Final = 3  # no daemon, or it cannot do it now
 _PIPE_COLUMNS: Final = 200  # rich assumes 80 where there is no terminal, and cuts what grep is looking for
 _WALL_CLOCK_S: Final = 1e9  # seconds since 1970 exceed this; durations do not
 
+Step = Callable[[int, int], None]  # (done, total); total 0: not known
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Endpoint = Annotated[
     str | None,
@@ -46,6 +49,15 @@ Endpoint = Annotated[
 def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else _PIPE_COLUMNS, highlight=False)
+
+
+@contextlib.contextmanager
+def progress_bar(title: str) -> Iterator[Step]:
+    """A bar on stderr while it lasts; nothing where stderr is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
 
 
 def print_json(document: object) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from flatcake_server.cli_output import Json, console, print_json
+from flatcake_server.cli_output import Json, Step, console, print_json, progress_bar
 from flatcake_server.traffic.report import HIT_SHARES, MODELS, report
 from flatcake_server.traffic.reuse import analyse
 from flatcake_server.traffic.simulate import Rates
@@ -26,7 +24,6 @@ from flatcake_transport.profiles import PROFILES, generate
 from flatcake_transport.trace import Request, read_trace, write_trace
 from flatcake_transport.units import approximate_size, parse_duration, parse_size
 
-Step = Callable[[int, int], None]  # (done, total); total 0: not known
 _STEP_REQUESTS: Final = 512
 
 Trace = Annotated[
@@ -82,7 +79,7 @@ def analyze(
     plots = _plots(plot)
     token_bytes = _token_bytes(model, bytes_per_token)
     name, traffic = _read(trace, profile, sessions, seed, spread, save_trace)
-    with _progress("analysing") as step:
+    with progress_bar("analysing") as step:
         reuse = analyse(traffic, step)
     document = report(name, traffic, reuse, bytes_per_token=token_bytes, memory_bytes=parse_size(memory_bytes))
     tables = _analysis_tables(document)
@@ -130,7 +127,7 @@ def tune(
     rates = Rates(max(1, parse_size(memory_rate)), max(1, parse_size(ssd_rate)), prefill_rate)
     limits = {"ssd_bytes_max": parse_size(ssd_bytes_max)} if ssd_bytes_max else {}
     name, traffic = _read(trace, profile, sessions, seed, spread, save_trace)
-    with _progress("trying settings") as step:
+    with progress_bar("trying settings") as step:
         found = recommend(
             traffic,
             bytes_per_token=token_bytes,
@@ -176,11 +173,11 @@ def _read(
         return read_trace(trace, spread_s=spread_s, progress=step)
 
     if save is None:
-        with _progress(title) as step:
+        with progress_bar(title) as step:
             return name, gather(requests(step))
-    with _progress(title) as step:
+    with progress_bar(title) as step:
         write_trace(save, requests(step))
-    with _progress(f"reading {save.name}") as step:
+    with progress_bar(f"reading {save.name}") as step:
         return name, gather(read_trace(save, progress=step))
 
 
@@ -207,15 +204,6 @@ def _plots(folder: Path | None) -> Any:
 
     require()  # before the long work, not after it
     return plots
-
-
-@contextmanager
-def _progress(title: str) -> Iterator[Step]:
-    """A bar on stderr while it lasts; nothing where stderr is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total or None)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

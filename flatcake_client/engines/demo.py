@@ -19,7 +19,6 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -242,18 +241,9 @@ def run_demo(scale: Scale, parent: Path | None, say: Say) -> Outcome:
     """All scenes, in a directory of their own that is gone afterwards. Raises: DemoFailed."""
     with (
         tempfile.TemporaryDirectory(prefix="flatcake-demo-", dir=parent) as directory,
-        _story(scale, Path(directory), say) as story,
+        contextlib.closing(Story(scale, Path(directory), say)) as story,
     ):
         return story.tell()
-
-
-@contextlib.contextmanager
-def _story(scale: Scale, directory: Path, say: Say) -> Iterator[Story]:
-    story = Story(scale, directory, say)
-    try:
-        yield story
-    finally:
-        story.close()
 
 
 def main(arguments: list[str] | None = None) -> int:

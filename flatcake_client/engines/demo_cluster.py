@@ -22,7 +22,7 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -254,18 +254,9 @@ def run_cluster_demo(
     """All scenes, in a directory of their own that is gone afterwards. Raises: DemoFailed."""
     with (
         tempfile.TemporaryDirectory(prefix="flatcake-demo-", dir=parent) as directory,
-        _story(scale, Path(directory), say, engine) as story,
+        contextlib.closing(MovingStory(scale, Path(directory), say, engine)) as story,
     ):
         return story.tell()
-
-
-@contextlib.contextmanager
-def _story(scale: ClusterScale, directory: Path, say: Say, engine: MakeEngine) -> Iterator[MovingStory]:
-    story = MovingStory(scale, directory, say, engine)
-    try:
-        yield story
-    finally:
-        story.close()
 
 
 def main(arguments: list[str] | None = None) -> int:
