@@ -247,11 +247,11 @@ class NodeConfig(BaseModel):
     anchor_ttl: Duration = Field(
         3600.0,
         ge=10,
-        description="How long the directory remembers what a node published; refreshed at half of it. Longer: fewer commands; "
-        "shorter: what a dead node held is forgotten sooner.",
+        description="What a dead node published is out of the directory after twice this time at most; out of all answers at once. "
+        "The nodes sweep it together; longer: fewer commands. A handful of nodes takes its time, some hours.",
     )
     publish_rate_max: Bound = Field(
-        5000, description="Anchors (one for 16 blocks) a node tells the directory a second, refreshes included."
+        5000, description="Anchors (one for 16 blocks) a node tells the directory a second."
     )
     peer_timeout: Duration = Field(
         2.0,

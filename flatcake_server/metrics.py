@@ -78,8 +78,10 @@ _CLUSTER: Final = (
     ("flatcake_cluster_staged", "staged", "Pieces of session files that lie ready for peers"),
 )
 _CLUSTER_COUNTERS: Final = (
-    ("flatcake_anchors_published", "anchors_published_total", "Anchors told to the directory, refreshes included"),
+    ("flatcake_anchors_published", "anchors_published_total", "Anchors told to the directory"),
     ("flatcake_anchors_withdrawn", "anchors_withdrawn_total", "Anchors withdrawn from the directory"),
+    ("flatcake_anchors_missing", "anchors_missing_total", "Anchors that the directory had lost; told again"),
+    ("flatcake_entries_swept", "entries_swept_total", "Entries of dead nodes taken out of the directory"),
     ("flatcake_remote_lookups", "remote_lookups_total", "Lookups that local blocks could not finish"),
     ("flatcake_remote_hits", "remote_hits_total", "Of these, other nodes held more"),
     ("flatcake_remote_misses", "remote_misses_total", "Of these, nobody held more"),

@@ -85,8 +85,10 @@ class ClusterStats:
     loans: int  # leases of other nodes held for our clients
     anchors_published: int
     anchors_pending: int
-    anchors_published_total: int  # refreshes included
+    anchors_published_total: int  # those told again included
     anchors_withdrawn_total: int
+    anchors_missing_total: int  # told once, and not found when they were looked for: told again
+    entries_swept_total: int  # of dead nodes, taken out of the directory
     remote_lookups_total: int  # that local blocks could not finish
     remote_hits_total: int
     remote_misses_total: int  # nobody holds more, or the entry was stale

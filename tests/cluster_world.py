@@ -8,23 +8,26 @@ gets through; what it trusts must be what it asked for.
 
 from __future__ import annotations
 
-import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import numpy as np
+from cluster_network import BUCKETS, NODE_TTL_S, Network, SimDirectory, holder_of
 
 from flatcake_server.cluster.anchors import anchors_within, choose, probes
 from flatcake_server.cluster.borrowed import Loan, Loans
+from flatcake_server.cluster.directory import Holder
 from flatcake_server.cluster.members import Beat, Member, Membership, State, Verdict
 from flatcake_server.cluster.peer_service import LEASE_SHARE
 from flatcake_server.cluster.publisher import Publisher
+from flatcake_server.cluster.sweeper import Sweeper
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.lease import LeaseTable
 
-NODE_TTL_S, ANCHOR_TTL_S, LEASE_TTL_S, TIMEOUT_S = 3.0, 12.0, 2.0, 0.5
+SWEEP_PERIOD_S, AUDIT_S, LEASE_TTL_S, TIMEOUT_S = 4.0, 2.0, 2.0, 0.5
 PACE = LEASE_SHARE
 DRIFT = 0.002  # clocks differ by so much in pace: ten times what hardware does
 BLOCK = 4096
@@ -37,77 +40,6 @@ def key_of(chain: int, position: int) -> bytes:
     return b"%08d%08d" % (chain, position)
 
 
-class Network:
-    def __init__(self, random: Random) -> None:
-        self.random = random
-        self.now_s = 0.0
-        self.drop = 0.05
-        self.cut: set[int] = set()  # nodes whose messages do not get through, nor any to them
-        self.directory_up = True
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-
-    def later(self, delay_s: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now_s + delay_s, next(self._order), act))
-
-    def run(self, until_s: float) -> None:
-        while self._events and self._events[0][0] <= until_s:
-            self.now_s, _, act = heapq.heappop(self._events)
-            act()
-        self.now_s = until_s
-
-    def send(self, ends: tuple[int, ...], act: Callable[[], None]) -> None:
-        """Maybe, and when it likes; once in a while so late that everybody has given up."""
-        if self.cut.isdisjoint(ends) and self.random.random() >= self.drop:
-            slow = self.drop and self.random.random() < 0.03
-            self.later(self.random.uniform(0.5, 4.0) if slow else self.random.uniform(0.001, 0.05), act)
-
-
-class SimDirectory:
-    """By the rules of the Redis one."""
-
-    def __init__(self, network: Network, start_s: float, pace: float) -> None:
-        self._network, self._start_s, self._pace = network, start_s, pace
-        self.members: dict[int, tuple[Member, float]] = {}
-        self.anchors: dict[bytes, tuple[dict[int, bytes], float]] = {}
-
-    def now_s(self) -> float:
-        return self._start_s + self._network.now_s * self._pace
-
-    def lose_everything(self) -> None:
-        self.members.clear()
-        self.anchors.clear()
-
-    def expire(self) -> None:
-        now_s = self.now_s()
-        self.members = {node: held for node, held in self.members.items() if held[1] > now_s}
-        self.anchors = {key: held for key, held in self.anchors.items() if held[1] > now_s}
-
-    def beat(self, me: Member, takeover: bytes) -> Beat:
-        self.expire()
-        held = self.members.get(me.node_id)
-        verdict, holder = Verdict.FRESH, None
-        if held is not None and held[0].incarnation not in (me.incarnation, takeover):
-            verdict, holder = Verdict.TAKEN, held[0]
-        else:
-            verdict = Verdict.RENEWED if held is not None and held[0].incarnation == me.incarnation else verdict
-            self.members[me.node_id] = me, self.now_s() + NODE_TTL_S
-        return Beat(verdict, holder, tuple(member for member, _ in self.members.values()))
-
-    def tell(self, me: Member, puts: tuple[bytes, ...], withdrawn: tuple[bytes, ...]) -> None:
-        self.expire()
-        for key in puts:
-            holders = self.anchors.get(key, ({}, 0.0))[0]
-            self.anchors[key] = holders | {me.node_id: me.incarnation[:4]}, self.now_s() + ANCHOR_TTL_S
-        for key in withdrawn:
-            if key in self.anchors:
-                self.anchors[key][0].pop(me.node_id, None)
-
-    def probe(self, keys: list[bytes]) -> list[dict[int, bytes]]:
-        self.expire()
-        return [dict(self.anchors.get(key, ({}, 0.0))[0]) for key in keys]
-
-
 class SimNode:
     """One start of a daemon, from its birth to its crash."""
 
@@ -117,7 +49,8 @@ class SimNode:
         self.start_s, self.pace = random.uniform(-1e6, 1e6), 1 + random.uniform(-DRIFT, DRIFT)
         self.me = Member(node_id, incarnation, f"{node_id}:{incarnation.hex()}")
         self.membership = Membership(self.me, NODE_TTL_S)
-        self.publisher = Publisher(ANCHOR_TTL_S, rate_max=400, batch_max=16)
+        self.publisher = Publisher(rate_max=400, batch_max=16, audit_s=AUDIT_S, audit_keys=4)
+        self.sweeper = Sweeper(SWEEP_PERIOD_S, 2 * NODE_TTL_S, buckets=BUCKETS)
         self.leases, self.loans = LeaseTable(LEASE_TTL_S, 64), Loans(64)
         self.arena = ExtentAllocator(ARENA_BLOCKS * BLOCK)
         self.content: dict[int, bytes] = {}  # what a one-sided read of an offset gets
@@ -127,7 +60,7 @@ class SimNode:
         self.index: dict[bytes, int] = {}
         self.chains: dict[int, int] = {}  # blocks held of each, the least recently used first
         self.next_lease = itertools.count(1)
-        self._beat(), self._publish(), self._tick(), self._work()
+        self._beat(), self._publish(), self._sweep(), self._tick(), self._work()
 
     def now_s(self) -> float:
         return self.start_s + self.world.network.now_s * self.pace
@@ -164,6 +97,7 @@ class SimNode:
         def answered(beat: Beat) -> None:
             if membership.answered(beat, asked_s):
                 self.publisher.publish_again()
+            self.sweeper.listed((*(beat.members or ()), self.me))
             if beat.verdict is Verdict.TAKEN and beat.holder is not None:
                 holder = beat.holder
                 if not any(n.alive and n.me.incarnation == holder.incarnation for n in self.world.nodes):
@@ -176,16 +110,17 @@ class SimNode:
 
         self.ask(None, lambda: directory.beat(self.me, membership.takeover), answered, failed)
 
+    def _sure(self) -> bool:
+        return self.membership.state(self.now_s()) is State.JOINED and not self.membership.beats_failed
+
     def _publish(self) -> None:
-        asked_s = self.now_s()
-        ours = self.membership.state(asked_s) is State.JOINED and not self.membership.beats_failed
-        batch = self.publisher.take(asked_s) if ours else None
+        batch = self.publisher.take(self.now_s()) if self._sure() else None
         if batch is None:
-            self.after(0.1, self._publish)
+            self._audit()
             return
 
         def arrived(_: Any) -> None:
-            self.publisher.arrived(asked_s)
+            self.publisher.arrived()
             self._publish()
 
         def lost() -> None:
@@ -193,6 +128,33 @@ class SimNode:
             self.after(0.3, self._publish)
 
         self.ask(None, lambda: self.world.directory.tell(self.me, batch.puts, batch.withdrawn), arrived, lost)
+
+    def _audit(self) -> None:
+        keys = list(self.publisher.audit(self.now_s())) if self._sure() else []
+        if not keys:
+            self.after(0.1, self._publish)
+            return
+
+        def probed(found: list[list[Holder]]) -> None:
+            mine = holder_of(self.me)
+            self.publisher.audited([key for key, each in zip(keys, found, strict=True) if mine not in each])
+            self._publish()
+
+        self.ask(None, lambda: self.world.directory.probe(keys), probed, lambda: self.after(0.3, self._publish))
+
+    def _sweep(self) -> None:
+        directory = self.world.directory
+        buckets = self.sweeper.take(self.now_s(), self.me.node_id) if self._sure() else range(0)
+
+        def read(entries: list[tuple[bytes, Holder]]) -> None:
+            dead = self.sweeper.dead([holder for _, holder in entries], self.now_s())
+            stale = {entry for entry in entries if entry[1] in dead}
+            self.world.counts["entries swept"] += len(stale)
+            self.ask(None, lambda: directory.remove(stale), lambda _: None, lambda: None)
+
+        for bucket in buckets:
+            self.ask(None, lambda bucket=bucket: directory.bucket(bucket), read, lambda: None)  # type: ignore[misc]
+        self.after(0.2, self._sweep)
 
     def _tick(self) -> None:
         self.leases.expire(self.now_s())
@@ -253,17 +215,28 @@ class SimNode:
         if not lengths or self.membership.state(self.now_s()) is not State.JOINED:
             return
 
-        def probed(found: list[dict[int, bytes]]) -> None:
-            live = [{n for n, tag in holders.items() if self.membership.live(n, tag)} for holders in found]
+        def probed(found: list[list[Holder]]) -> None:
+            live = [{n for n, tag in holders if self.membership.live(n, tag)} for holders in found]
             node_id = choose(live, self.me.node_id)
             member = self.membership.known.get(-1 if node_id is None else node_id)
             owner = next((n for n in self.world.nodes if member and n.me.incarnation == member.incarnation), None)
             if owner is not None and owner.me.incarnation not in self.broken:
-                self._borrow(owner, keys[held:])
+                theirs = holder_of(owner.me)
+                named = [key for key, holders in zip(anchors, found, strict=True) if theirs in holders]
+                self._borrow(owner, keys[held:], named)
 
-        self.ask(None, lambda: self.world.directory.probe([keys[n - 1] for n in lengths]), probed, lambda: None)
+        anchors = [keys[n - 1] for n in lengths]
+        self.ask(None, lambda: self.world.directory.probe(anchors), probed, lambda: None)
 
-    def _borrow(self, owner: SimNode, keys: list[bytes]) -> None:
+    def _disown(self, owner: SimNode, named: list[bytes]) -> None:
+        """What the owner does not hold of what the directory names it for is taken out."""
+        directory = self.world.directory
+        remove = lambda gone: self.ask(  # noqa: E731
+            None, lambda: directory.tell(owner.me, (), gone), lambda _: None, lambda: None
+        )
+        self.ask(owner, lambda: tuple(key for key in named if key not in owner.index), remove, lambda: None)
+
+    def _borrow(self, owner: SimNode, keys: list[bytes], named: list[bytes]) -> None:
         asked_s, world = self.now_s(), self.world
 
         link = self.links.get(owner.me.incarnation, 0)
@@ -273,7 +246,9 @@ class SimNode:
             if self.links.get(owner.me.incarnation, 0) != link:
                 return  # it came by a link that ended
             world.counts["stale hints" if not offsets else "remote hits"] += 1
-            if offsets:
+            if not offsets:
+                self._disown(owner, named)
+            else:
                 local = next(self.next_lease)
                 loan = Loan(owner.me.node_id, owner.me.incarnation, lease_id, ttl_s, asked_s + ttl_s)
                 self.loans.add(local, loan)
@@ -349,7 +324,7 @@ class World:
         self.directory = SimDirectory(
             self.network, self.random.uniform(-1e6, 1e6), 1 + self.random.uniform(-DRIFT, DRIFT)
         )
-        self.counts: dict[str, int] = {"blocks read": 0, "remote hits": 0, "stale hints": 0, "reads given up": 0}
+        self.counts: Counter[str] = Counter()
         self.nodes: list[SimNode] = []
         self._ids = ids
         for node_id in range(ids):
@@ -377,7 +352,7 @@ class World:
         missing = set(range(self._ids)) - {node.me.node_id for node in self.living}
         for node_id in missing:
             self.born(node_id)
-        self.network.run(self.network.now_s + ANCHOR_TTL_S)
+        self.network.run(self.network.now_s + 4 * NODE_TTL_S)
 
     def _trouble(self) -> None:
         random, network = self.random, self.network
@@ -391,7 +366,7 @@ class World:
             case 3:
                 network.directory_up = not network.directory_up
             case 4:
-                self.directory.lose_everything()
+                random.choice((self.directory.lose_everything, self.directory.lose_some))()
             case 5:
                 network.drop = random.choice((0.0, 0.05, 0.4))
             case 6 if self.living:

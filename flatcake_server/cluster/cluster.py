@@ -15,13 +15,10 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
-
-from flatcake_server.cluster.anchors import anchors_within
 from flatcake_server.cluster.borrowed import Loans
 from flatcake_server.cluster.credentials import Secrets
 from flatcake_server.cluster.directory import Directory
@@ -36,22 +33,21 @@ from flatcake_server.cluster.publisher import Publisher
 from flatcake_server.cluster.remote import RemoteLookup
 from flatcake_server.cluster.serving import COUNTS, FileServer
 from flatcake_server.cluster.static_directory import StaticDirectory
-from flatcake_server.records import SegmentRecord
+from flatcake_server.cluster.sweeper import Sweeper
+from flatcake_server.cluster.telling import Telling
 from flatcake_server.rpc import Timings
 from flatcake_server.stats import ClusterStats, NodeRow
 from flatcake_server.store import Store
-from flatcake_transport.address import MISSING
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.units import parse_listen
 
 log = logging.getLogger(__name__)
 
 JOIN_TRIES: Final = 3  # at the start: take the number, or ask who has it and take it over
-PUBLISH_PAUSE_S: Final = 0.1  # between two looks for what to publish: a commit is seen by others within it
-PUBLISH_RETRY_S: Final = 1.0
 SWEEP_S: Final = 1.0
+DEAD_TTLS: Final = 2  # a node that is in no list for so many node_ttl is swept from the directory
+DIRECTORY_CALLS: Final = ("beat", "tell", "probe", "audit", "sweep")
 EAGER_LINKS_MAX: Final = 32  # in a small cluster everybody is linked before the first lookup needs it
-SEGMENTS_A_STEP: Final = 500  # published together at the start: a millisecond of the loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +101,12 @@ class Cluster:
             held=lambda owner: self._loans.of_node(owner.node_id, owner.incarnation), now_s=self._now_s,
         )  # fmt: skip
         self.directory: Directory = self._directory()
-        self.publisher: Publisher | None = None
+        self.telling: Telling | None = None
         if options.directory == "redis":
-            self.publisher = Publisher(options.anchor_ttl_s, options.publish_rate_max)
-            store.catalog.watch = self._changed
+            self.telling = Telling(
+                store.catalog, self.membership, self.directory, Publisher(options.publish_rate_max),
+                Sweeper(options.anchor_ttl_s, DEAD_TTLS * options.node_ttl_s), self.counts, self._now_s,
+            )  # fmt: skip
         self._doubts = Doubts(store, differs, self.counts)
         self.service = PeerService(
             store, me, options.name, secrets, fabric.words, options.lease_ttl_s, timings, refused=self._refusal,
@@ -130,9 +128,7 @@ class Cluster:
             from flatcake_server.cluster.redis_directory import RedisDirectory
         except ImportError as error:
             raise Unavailable("directory redis needs the redis package: pip install 'flatcake[cluster]'") from error
-        return RedisDirectory(
-            options.redis_url, options.name, timeout_s=options.peer_timeout_s, anchor_ttl_s=options.anchor_ttl_s
-        )
+        return RedisDirectory(options.redis_url, options.name, timeout_s=options.peer_timeout_s)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -165,15 +161,16 @@ class Cluster:
         )  # fmt: skip
         self._spawn(self._beats())
         self._spawn(self._sweeps())
-        if self.publisher is not None:
-            self._spawn(self._publish_stored())
-            self._spawn(self._publishes(self.publisher))
+        if self.telling is not None:
+            for loop in (self.telling.publish_stored, self.telling.publishes, self.telling.sweeps):
+                self._spawn(loop())
 
     async def stop(self) -> None:
         """Leave, and let all links go. Twice is fine."""
         joined = self.membership.state(self._now_s()) is State.JOINED
         self.membership.leave()
-        self._store.catalog.watch = None
+        if self.telling is not None:
+            self.telling.close()
         self.service.close()
         for task in list(self._background):
             task.cancel()
@@ -230,8 +227,8 @@ class Cluster:
         if beat.members is not None:
             self._listed_s = asked_s
         again = membership.answered(beat, asked_s)
-        if again and self.publisher is not None:
-            self.publisher.publish_again()
+        if self.telling is not None:
+            self.telling.beaten(beat, again=again)
         if beat.members is not None:
             self._meet()
         self._refused = ""
@@ -281,47 +278,6 @@ class Cluster:
             return self._refused or f"node {self.membership.me.node_id} is another one now"
         return ""
 
-    # -- what the directory is told ----------------------------------------------------------------------------------
-
-    def _changed(self, segments: Iterable[SegmentRecord], visible: bool) -> None:
-        """Segments were published or went: the catalog says so within the same step."""
-        publisher = self.publisher
-        assert publisher is not None
-        for segment in segments:
-            keys = segment.keys[anchors_within(segment.first_block, segment.blocks)]
-            here = self._store.catalog.present(keys) != np.uint64(MISSING)  # another copy may stand
-            changed = keys[here] if visible else keys[~here]
-            (publisher.add if visible else publisher.remove)(key.tobytes() for key in changed)
-
-    async def _publish_stored(self) -> None:
-        """All that was here before the start, in steps: nobody's lookup waits for it."""
-        segments = list(self._store.catalog.segments)
-        for first in range(0, len(segments), SEGMENTS_A_STEP):
-            self._changed(segments[first : first + SEGMENTS_A_STEP], True)
-            await asyncio.sleep(0)
-
-    async def _publishes(self, publisher: Publisher) -> None:
-        while True:
-            now_s = self._now_s()
-            ours = self.membership.state(now_s) is State.JOINED and not self.membership.beats_failed
-            batch = publisher.take(now_s) if ours else None
-            if batch is None:
-                await asyncio.sleep(PUBLISH_PAUSE_S)
-                continue
-            self.counts["directory/tell"] += 1
-            try:
-                await self.directory.tell(self.membership.me, batch)
-            except FlatCakeError as error:
-                publisher.lost()
-                self.counts["directory_failures"] += 1
-                log.info("anchors are told again later: %s", error)
-                await asyncio.sleep(PUBLISH_RETRY_S)
-            except BaseException:
-                publisher.lost()
-                raise
-            else:
-                publisher.arrived(now_s)
-
     async def _sweeps(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
@@ -332,7 +288,7 @@ class Cluster:
 
     def stats(self) -> ClusterStats:
         counts, peer_counts = self.counts, self._store.peer_counts
-        told = self.publisher.stats() if self.publisher is not None else None
+        told = self.telling.publisher.stats() if self.telling is not None else None
         return ClusterStats(
             directory=self._options.directory,
             state=self.membership.state(self._now_s()).value,
@@ -345,6 +301,8 @@ class Cluster:
             anchors_pending=told.pending if told else 0,
             anchors_published_total=told.published_total if told else 0,
             anchors_withdrawn_total=told.withdrawn_total if told else 0,
+            anchors_missing_total=told.missing_total if told else 0,
+            entries_swept_total=counts["entries_swept"],
             remote_lookups_total=counts["remote_lookups"],
             remote_hits_total=counts["remote_hits"],
             remote_misses_total=counts["remote_misses"],
@@ -355,7 +313,7 @@ class Cluster:
             strangers_total=self.service.counts["strangers"],
             peer_lookups_total=peer_counts["lookups"],
             peer_hit_blocks_total={medium: peer_counts[f"hit_blocks/{medium}"] for medium in ("memory", "ssd")},
-            directory_calls_total={verb: counts[f"directory/{verb}"] for verb in ("beat", "tell", "probe")},
+            directory_calls_total={verb: counts[f"directory/{verb}"] for verb in DIRECTORY_CALLS},
             peer_calls_total=dict(self.peers.calls),
             files_served=self._files_served(),
             nvmeof=self._nvmeof(),

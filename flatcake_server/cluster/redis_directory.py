@@ -3,10 +3,11 @@
     fc:{<cluster>}:n:<id>     a member: its incarnation and record; lives for the ttl of the membership
     fc:{<cluster>}:ids        the ids that had a member
     fc:{<cluster>}:v          counts joins and leaves, so that an unchanged list is not sent at each beat
-    fc:<cluster>:a:<anchor>   a hash, node id -> first bytes of its incarnation; lives for the ttl of anchors
+    fc:<cluster>:b:<bucket>   a sorted set: entries of the anchors that fall into this bucket, see `_Place`
 
-The first three share a slot, so a beat is one script, atomic on one server. Anchors are spread over the cluster and go
-in pipelines. The anchor's key is base64 of its 16 bytes: no braces, so no accidental slots.
+The first three share a slot, so a beat is one script, atomic on one server. Buckets are spread over the cluster and go in
+pipelines, a command an anchor. Entries do not expire: they count while their writer is a member, and are swept after that.
+All scores are 0, so a set is in the order of its entries' bytes, and those of one anchor are a range of it.
 
 Faults survived: a server that is gone, hangs or is loading (`Unavailable` within the deadline; the pool reconnects with the
 next call); one that lost its data (a beat says FRESH); a failover (the same, if the replica had not heard of us).
@@ -15,10 +16,9 @@ next call); one that lost its data (a beat says FRESH); a failover (the same, if
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, cast
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, cast
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import RedisError
 
-from flatcake_server.cluster.directory import TAG_BYTES, Holder
+from flatcake_server.cluster.directory import BUCKETS, TAG_BYTES, Holder
 from flatcake_server.cluster.members import INCARNATION_BYTES, Beat, Member, Verdict, decode_member
 from flatcake_server.cluster.publisher import Batch
 from flatcake_transport.errors import Unavailable
@@ -71,21 +71,41 @@ return 0
 _VERDICTS: Final = (Verdict.RENEWED, Verdict.FRESH, Verdict.TAKEN)
 
 
+# An entry: so many bytes of the anchor, of its node's number, and of that node's incarnation. With the 22 bits of the bucket
+# 62 of an anchor are known: of a billion anchors none is taken for another in a billion lookups.
+_SUFFIX: Final = slice(4, 9)
+_SUFFIX_BYTES: Final = 5
+_NODE_BYTES: Final = 2
+_LAST: Final = b"\xff" * (_NODE_BYTES + TAG_BYTES)
+
+
+class _Place(NamedTuple):
+    """Where the entries of an anchor lie: in this bucket, and how they begin."""
+
+    bucket: str
+    suffix: bytes
+
+
+def _holder(entry: bytes) -> Holder:
+    node = entry[_SUFFIX_BYTES : _SUFFIX_BYTES + _NODE_BYTES]
+    return Holder(int.from_bytes(node, "big"), entry[_SUFFIX_BYTES + _NODE_BYTES :])
+
+
 class RedisDirectory:
     """Belongs to the event loop.
 
     Args:
         url: redis://, rediss:// or unix://; several, separated by commas, are seeds of one Redis Cluster.
         timeout_s: of each round trip, connecting included.
-        anchor_ttl_s: how long an anchor lives without being told again.
+        buckets: the same at all nodes; others are for measuring.
     """
 
-    def __init__(self, url: str, cluster: str, *, timeout_s: float, anchor_ttl_s: float) -> None:
+    def __init__(self, url: str, cluster: str, *, timeout_s: float, buckets: int = BUCKETS) -> None:
         self._urls = [word.strip() for word in url.split(",") if word.strip()]
         self._timeout_s = timeout_s
-        self._anchor_ttl_ms = int(anchor_ttl_s * 1000)
+        self._buckets = buckets
         self._tagged = f"fc:{{{cluster}}}:"
-        self._anchors = f"fc:{cluster}:a:".encode()
+        self._bucket = f"fc:{cluster}:b:"
         self._version = b""
         self._client: Any = None  # redis.Redis or redis.RedisCluster: their types do not meet
 
@@ -110,27 +130,56 @@ class RedisDirectory:
         await self._ask(lambda client: client.eval(_LEAVE, 3, *self._member_keys(me), me.incarnation, me.node_id))
 
     async def tell(self, me: Member, batch: Batch) -> None:
+        mine = me.node_id.to_bytes(_NODE_BYTES, "big") + me.incarnation[:TAG_BYTES]
+        puts, withdrawn = (list(map(self.place, keys)) for keys in (batch.puts, batch.withdrawn))
+
         def commands(client: Any) -> Awaitable[Any]:
             pipeline = client.pipeline(transaction=False)
-            for key in batch.puts:
-                name = self._anchor(key)
-                pipeline.hset(name, str(me.node_id), me.incarnation[:TAG_BYTES])
-                pipeline.pexpire(name, self._anchor_ttl_ms)
-            for key in batch.withdrawn:
-                pipeline.hdel(self._anchor(key), str(me.node_id))
+            for place in puts:
+                pipeline.zadd(place.bucket, {place.suffix + mine: 0})
+            for place in withdrawn:
+                pipeline.zrem(place.bucket, place.suffix + mine)
             return cast("Awaitable[Any]", pipeline.execute())
 
         await self._ask(commands)
 
     async def probe(self, keys: Sequence[bytes], *, peer_time_s: float = 0.0) -> list[list[Holder]]:  # noqa: ARG002
+        places = list(map(self.place, keys))
+
         def commands(client: Any) -> Awaitable[Any]:
             pipeline = client.pipeline(transaction=False)
-            for key in keys:
-                pipeline.hgetall(self._anchor(key))
+            for bucket, suffix in places:
+                pipeline.zrangebylex(bucket, b"[" + suffix, b"[" + suffix + _LAST)
             return cast("Awaitable[Any]", pipeline.execute())
 
-        found = await self._ask(commands)
-        return [[Holder(int(node), tag) for node, tag in entries.items() if node.isdigit()] for entries in found]
+        return [list(map(_holder, entries)) for entries in await self._ask(commands)]
+
+    async def sweep(self, buckets: range, dead: Callable[[Iterable[Holder]], set[Holder]]) -> int:
+        names = [f"{self._bucket}{bucket:x}" for bucket in buckets]
+
+        def read(client: Any) -> Awaitable[Any]:
+            pipeline = client.pipeline(transaction=False)
+            for name in names:
+                pipeline.zrange(name, 0, -1)
+            return cast("Awaitable[Any]", pipeline.execute())
+
+        found = await self._ask(read)
+        gone = dead({_holder(entry) for entries in found for entry in entries})
+        stale = {
+            name: entries
+            for name, each in zip(names, found, strict=True)
+            if (entries := [entry for entry in each if _holder(entry) in gone])
+        }
+
+        def remove(client: Any) -> Awaitable[Any]:
+            pipeline = client.pipeline(transaction=False)
+            for name, entries in stale.items():
+                pipeline.zrem(name, *entries)
+            return cast("Awaitable[Any]", pipeline.execute())
+
+        if stale:
+            await self._ask(remove)
+        return sum(map(len, stale.values()))
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -141,8 +190,8 @@ class RedisDirectory:
     def _member_keys(self, me: Member) -> tuple[str, str, str]:
         return f"{self._tagged}ids", f"{self._tagged}v", f"{self._tagged}n:{me.node_id}"
 
-    def _anchor(self, key: bytes) -> bytes:
-        return self._anchors + base64.urlsafe_b64encode(key)[:22]
+    def place(self, key: bytes) -> _Place:
+        return _Place(f"{self._bucket}{int.from_bytes(key[:4], 'big') * self._buckets >> 32:x}", key[_SUFFIX])
 
     async def _connected(self) -> Any:
         """The client, made at the first call that gets an answer: which kind it must be, the server says."""

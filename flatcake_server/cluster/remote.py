@@ -20,10 +20,11 @@ from uuid import UUID
 from flatcake_proto.v1 import peer_pb2, store_pb2
 from flatcake_server.cluster.anchors import choose, probes
 from flatcake_server.cluster.borrowed import Exports, Loan, Loans
-from flatcake_server.cluster.directory import Directory, Holder
+from flatcake_server.cluster.directory import TAG_BYTES, Directory, Holder
 from flatcake_server.cluster.importer import Importer
 from flatcake_server.cluster.members import Member, Membership, State
 from flatcake_server.cluster.peers import HURRY_S, Peers
+from flatcake_server.cluster.publisher import Batch
 from flatcake_server.records import KeyArray
 from flatcake_server.store import Store
 from flatcake_transport.address import Address
@@ -81,7 +82,7 @@ class RemoteLookup:
                 anchors = [keys[length - 1].tobytes() for length in lengths.tolist()]
                 holders = await self._holders(anchors, (deadline_s - self.now_s()) / 2)
                 blocks = await self._of_the_best(
-                    holders, partial(self._find, reply, client_id, spec, keys[held:], pin, deadline_s)
+                    anchors, holders, partial(self._find, reply, client_id, spec, keys[held:], pin, deadline_s)
                 )
             self.counts["remote_hits" if blocks else "remote_misses"] += 1
             self.counts["remote_blocks"] += blocks
@@ -111,13 +112,21 @@ class RemoteLookup:
                     self._pause_s = self.now_s() + DIRECTORY_PAUSE_S
         return found
 
-    async def _of_the_best(self, holders: Sequence[Sequence[Holder]], find: Callable[[Member], Awaitable[int]]) -> int:
+    async def _of_the_best(
+        self, anchors: Sequence[bytes], holders: Sequence[Sequence[Holder]], find: Callable[[Member], Awaitable[int]]
+    ) -> int:
         """Ask the member that holds most of the anchors, and the next best if that one turns out to be gone."""
         tried: set[int] = set()
         while (member := self._best(holders, tried)) is not None:
             tried.add(member.node_id)
             try:
-                return await find(member)
+                blocks = await find(member)
+                if not blocks:
+                    self.counts["stale_hints"] += 1
+                    theirs = Holder(member.node_id, member.incarnation[:TAG_BYTES])
+                    named = [key for key, each in zip(anchors, holders, strict=True) if theirs in each]
+                    self.spawn(_quietly(self._disown(member, named), "stale entries stay in the directory"))
+                return blocks  # noqa: TRY300 - the loop goes on with what is caught
             except FlatCakeError as error:
                 if len(tried) == ASKED_MAX:
                     raise
@@ -125,6 +134,16 @@ class RemoteLookup:
         if tried:
             raise Unavailable("the only node that holds more does not answer")
         return 0
+
+    async def _disown(self, member: Member, named: Sequence[bytes]) -> None:
+        """Entries do not expire while their node lives: one that its owner says it does not hold goes when it misled somebody.
+
+        Should the owner have stored it again just now, it finds its entry missing and tells it again.
+        """
+        held = await self.peers.probe(member, named, self.timeout_s)
+        gone = tuple(key for key, has in zip(named, held, strict=False) if not has)
+        if gone:
+            await self.directory.tell(member, Batch((), gone))
 
     def _best(self, holders: Sequence[Sequence[Holder]], tried: Collection[int]) -> Member | None:
         """The member that holds most of the anchors, without gaps from the first; not one that failed lately."""
@@ -155,7 +174,6 @@ class RemoteLookup:
         )  # fmt: skip
         blocks = _checked(found, member, len(keys), pin=pin)
         if not blocks:
-            self.counts["stale_hints"] += 1
             return 0
         ttl_s = found.lease_ttl_ms / 1000
         if found.lease_id:

@@ -8,7 +8,7 @@ nothing is published, and the answer is never stale. What it costs grows with th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from flatcake_server.cluster.directory import TAG_BYTES, Holder
@@ -69,6 +69,10 @@ class StaticDirectory:
                 return await self._peers.probe(member, keys, ANSWER_SHARE * time_s)
         except (FlatCakeError, TimeoutError):
             return b""
+
+    async def sweep(self, buckets: range, dead: Callable[[Iterable[Holder]], set[Holder]]) -> int:  # noqa: ARG002
+        """What is asked of a node itself is never stale."""
+        return 0
 
     async def close(self) -> None:
         """Its links are those of `peers`."""

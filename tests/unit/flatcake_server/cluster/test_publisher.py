@@ -9,28 +9,53 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flatcake_server.cluster.publisher import Publisher
 
-TTL_S = 60.0
+AUDIT_S = 60.0
 
 
 def told(publisher, now_s=0.0):
     batch = publisher.take(now_s)
     assert batch is not None
-    publisher.arrived(now_s)
+    publisher.arrived()
     return batch
 
 
-def test_a_key_is_told_once_and_refreshed_at_half_its_life():
-    publisher = Publisher(TTL_S, 1000)
+def test_a_key_is_told_once():
+    publisher = Publisher(1000)
     publisher.add([b"a", b"b"])
     assert told(publisher).puts == (b"a", b"b")
     publisher.add([b"a"])
-    assert publisher.take(29.0) is None
-    assert told(publisher, 30.0).puts == (b"a", b"b")
-    assert publisher.stats().published_total == 4
+    assert publisher.take(1e6) is None
+    assert publisher.stats().published_total == 2
+
+
+def test_a_few_are_looked_for_in_turn_and_more_as_long_as_some_are_missing():
+    publisher = Publisher(1000, batch_max=10, audit_s=AUDIT_S, audit_keys=2)
+    keys = [b"%02d" % n for n in range(15)]
+    publisher.add(keys)
+    told(publisher), told(publisher)
+    assert publisher.audit(0.0) == (b"00", b"01")
+    publisher.audited([])
+    assert publisher.audit(AUDIT_S / 2) == ()
+    assert publisher.audit(AUDIT_S) == (b"02", b"03")
+    publisher.audited([b"03"])
+    assert told(publisher, AUDIT_S).puts == (b"03",)
+    assert publisher.audit(AUDIT_S) == (*keys[4:], b"00")[:10], "at once, and as many as in a batch"
+    publisher.remove([b"07"])
+    publisher.audited([b"07", b"08"])
+    assert publisher.stats().missing_total == 2, "what went meanwhile is not missing"
+    assert publisher.wants() == set(keys) - {b"07"}
+
+
+def test_looks_are_bounded_by_the_rate_too():
+    publisher = Publisher(10, audit_keys=8)
+    publisher.add(b"%d" % n for n in range(10))
+    told(publisher)
+    assert publisher.audit(0.0) == ()
+    assert len(publisher.audit(0.5)) == 5
 
 
 def test_what_comes_and_goes_while_the_directory_is_gone_does_not_pile_up():
-    publisher = Publisher(TTL_S, 1000, pending_max=10)
+    publisher = Publisher(1000, pending_max=10)
     for number in range(1000):
         publisher.add([b"%d" % number])
         publisher.remove([b"%d" % number])
@@ -40,7 +65,7 @@ def test_what_comes_and_goes_while_the_directory_is_gone_does_not_pile_up():
 
 
 def test_what_went_is_withdrawn():
-    publisher = Publisher(TTL_S, 1000)
+    publisher = Publisher(1000)
     publisher.add([b"a"])
     told(publisher)
     publisher.remove([b"a", b"never known"])
@@ -49,7 +74,7 @@ def test_what_went_is_withdrawn():
 
 
 def test_size_and_rate_are_bounded():
-    publisher = Publisher(TTL_S, rate_max=100, batch_max=30)
+    publisher = Publisher(rate_max=100, batch_max=30)
     publisher.add(b"%d" % n for n in range(1000))
     sizes = [len(told(publisher, 0.0)) for _ in range(4)]
     assert sizes == [30, 30, 30, 10]
@@ -57,16 +82,8 @@ def test_size_and_rate_are_bounded():
     assert len(told(publisher, 0.1)) == 10
 
 
-def test_refreshes_never_crowd_out_what_is_new():
-    publisher = Publisher(TTL_S, rate_max=10)
-    publisher.add(b"old %d" % n for n in range(10))
-    told(publisher)
-    publisher.add([b"new"])
-    assert told(publisher, 40.0).puts[0] == b"new"
-
-
 def test_a_lost_batch_is_told_again_first_unless_it_was_overtaken():
-    publisher = Publisher(TTL_S, 1000, batch_max=2)
+    publisher = Publisher(1000, batch_max=2)
     publisher.add([b"a", b"b", b"c"])
     publisher.take(0.0)
     publisher.remove([b"a"])
@@ -76,40 +93,40 @@ def test_a_lost_batch_is_told_again_first_unless_it_was_overtaken():
 
 
 def test_a_withdrawal_during_the_flight_follows_it():
-    publisher = Publisher(TTL_S, 1000)
+    publisher = Publisher(1000)
     publisher.add([b"a"])
     publisher.take(0.0)
     publisher.remove([b"a"])
-    publisher.arrived(0.0)
+    publisher.arrived()
     assert publisher.wants() == set()
     assert told(publisher).withdrawn == (b"a",)
-    assert publisher.take(1000.0) is None, "it is not refreshed"
+    assert publisher.take(1000.0) is None
 
 
 def test_a_directory_that_lost_its_data_is_told_all_also_what_was_on_its_way():
-    publisher = Publisher(TTL_S, 1000, batch_max=2)
+    publisher = Publisher(1000, batch_max=2)
     publisher.add([b"a", b"b", b"c"])
     told(publisher)
     publisher.take(0.0)
     publisher.publish_again()
-    publisher.arrived(0.0)
+    publisher.arrived()
     assert {*told(publisher).puts, *told(publisher).puts} == {b"a", b"b", b"c"}
 
 
-@pytest.mark.parametrize(("ttl_s", "rate_max", "batch_max"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_nonsense_is_refused(ttl_s, rate_max, batch_max):
+@pytest.mark.parametrize(("rate_max", "batch_max"), [(0, 1), (1, 0)])
+def test_nonsense_is_refused(rate_max, batch_max):
     with pytest.raises(ValueError, match="above 0"):
-        Publisher(ttl_s, rate_max, batch_max)
+        Publisher(rate_max, batch_max)
 
 
 class PublisherMachine(RuleBasedStateMachine):
-    """Beside a directory that is a dict of expiries: told everything, it holds what is held here, whatever got lost."""
+    """Beside a directory that is a set, and forgets: looked through, it holds what is held here, whatever got lost."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.publisher = Publisher(TTL_S, rate_max=5, batch_max=3)
+        self.publisher = Publisher(rate_max=5, batch_max=3, audit_s=AUDIT_S, audit_keys=1)
         self.held: set[bytes] = set()
-        self.directory: dict[bytes, float] = {}
+        self.directory: set[bytes] = set()
         self.flying = None
         self.now_s = 0.0
 
@@ -134,10 +151,7 @@ class PublisherMachine(RuleBasedStateMachine):
             assert not set(batch.puts) & set(batch.withdrawn)
 
     def _lands(self):
-        for key in self.flying.puts:
-            self.directory[key] = self.now_s + TTL_S
-        for key in self.flying.withdrawn:
-            self.directory.pop(key, None)
+        self.directory = (self.directory | set(self.flying.puts)) - set(self.flying.withdrawn)
 
     @precondition(lambda self: self.flying is not None)
     @rule(arrives=st.booleans(), known=st.booleans())
@@ -145,20 +159,32 @@ class PublisherMachine(RuleBasedStateMachine):
         if arrives:
             self._lands()
         if arrives and known:
-            self.publisher.arrived(self.now_s)
+            self.publisher.arrived()
         else:
             self.publisher.lost()
         self.flying = None
 
-    @rule(step_s=st.sampled_from([0.1, 1.0, 29.0, 31.0]))
+    @rule(step_s=st.sampled_from([0.1, 1.0, 29.0, 61.0]))
     def time(self, step_s):
         self.now_s += step_s
-        self.directory = {key: end_s for key, end_s in self.directory.items() if end_s > self.now_s}
+
+    @rule(meanwhile=keys)
+    def audit(self, meanwhile):
+        keys = self.publisher.audit(self.now_s)
+        assert len(keys) <= 3
+        missing = [key for key in keys if key not in self.directory]
+        self.remove(meanwhile)
+        self.publisher.audited(missing)
 
     @rule()
     def data_lost(self):
         self.directory.clear()
         self.publisher.publish_again()
+
+    @rule(keys=keys)
+    def entries_lost(self, keys):
+        """Behind its back; audits find it."""
+        self.directory -= set(keys)
 
     @invariant()
     def it_wants_what_is_held(self):
@@ -167,14 +193,16 @@ class PublisherMachine(RuleBasedStateMachine):
     def teardown(self):
         if self.flying is not None:
             self._lands()
-            self.publisher.arrived(self.now_s)
-        for _ in range(20):
-            self.now_s += 1.0
+            self.publisher.arrived()
+        for _ in range(40):
+            self.now_s += AUDIT_S
             if (batch := self.publisher.take(self.now_s)) is not None:
                 self.flying = batch
                 self._lands()
-                self.publisher.arrived(self.now_s)
-        assert {key for key, end_s in self.directory.items() if end_s > self.now_s} == self.held
+                self.publisher.arrived()
+            keys = self.publisher.audit(self.now_s)
+            self.publisher.audited([key for key in keys if key not in self.directory])
+        assert self.directory == self.held
 
 
 TestPublisher = PublisherMachine.TestCase

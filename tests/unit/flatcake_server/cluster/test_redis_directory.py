@@ -22,6 +22,7 @@ pytestmark = needs_redis
 
 ME = Member(3, b"a" * 16, "10.0.0.3:7450", "1", b"f" * 16)
 OTHER = replace(ME, incarnation=b"b" * 16)
+BUCKETS = 64  # so that many anchors share one
 SEVEN = replace(ME, node_id=7, incarnation=b"7" * 16)
 
 
@@ -35,7 +36,7 @@ def run(url: str, work: Callable[[RedisDirectory], Awaitable[None]], timeout_s: 
     """With a cluster name of its own, so that tests share one server."""
 
     async def all_of_it() -> None:
-        directory = RedisDirectory(url, secrets.token_hex(4), timeout_s=timeout_s, anchor_ttl_s=60)
+        directory = RedisDirectory(url, secrets.token_hex(4), timeout_s=timeout_s, buckets=BUCKETS)
         try:
             await work(directory)
         finally:
@@ -70,8 +71,15 @@ async def anchors(directory):
     me, seven = Holder(3, b"aaaa"), Holder(7, b"7777")
     found = await directory.probe(keys)
     assert [set(holders) for holders in found] == ([{me, seven}] * 40 + [{seven}] * 10 + [set()] * 10 + [{me}] * 40)
-    await directory.tell(replace(ME, incarnation=b"new" * 5 + b"!"), Batch(tuple(keys[:1]), ()))
-    assert set((await directory.probe(keys[:1]))[0]) == {Holder(3, b"newn"), seven}, "one entry a node"
+    reborn = replace(ME, incarnation=b"new" * 5 + b"!")
+    await directory.tell(reborn, Batch(tuple(keys[:1]), ()))
+    assert set((await directory.probe(keys[:1]))[0]) == {me, Holder(3, b"newn"), seven}
+    assert await directory.sweep(range(BUCKETS), lambda holders: {me} & set(holders)) == 80
+    found = await directory.probe(keys)
+    assert set(found[0]) == {Holder(3, b"newn"), seven}
+    assert found[1:] == [[seven]] * 49 + [[]] * 50, "nothing of the dead, and all of the others"
+    assert await directory.sweep(range(BUCKETS), lambda _: set()) == 0
+    await directory.tell(ME, Batch(tuple(keys[60:]), ()))
 
 
 def test_membership(server):
@@ -82,18 +90,40 @@ def test_anchors(server):
     run(server.url, anchors)
 
 
-def test_ids_and_anchors_expire_by_the_directory_s_clock(server):
+def test_ids_expire_by_the_directory_s_clock_and_anchors_do_not(server):
     async def work(directory):
-        directory._anchor_ttl_ms = 100
         await directory.beat(ME, 0.1, b"", members=True)
         await directory.tell(ME, Batch((b"k" * 16,), ()))
         deadline_s = time.monotonic() + 10
         while (await directory.beat(OTHER, 0.1, b"", members=True)).verdict is Verdict.TAKEN:
             assert time.monotonic() < deadline_s
-        while await directory.probe([b"k" * 16]) != [[]]:
-            assert time.monotonic() < deadline_s
+        assert await directory.probe([b"k" * 16]) == [[Holder(3, b"aaaa")]]
 
     run(server.url, work)
+
+
+def test_anchors_of_one_bucket_are_told_apart(server):
+    """Also those that differ in one bit of what is kept of them, at either end of a bucket."""
+
+    async def work(directory):
+        same, first, last = bytes(4), b"\0" * 5, b"\xff" * 5
+        keys = [same + middle + b"rest..." for middle in (first, first[:4] + b"\1", last[:4] + b"\xfe", last)]
+        assert len({directory.place(key).bucket for key in keys}) == 1
+        far = replace(ME, node_id=4095, incarnation=b"\xff" * 16)
+        for number, key in enumerate(keys):
+            await directory.tell(replace(ME, node_id=number), Batch((key,), ()))
+            await directory.tell(far, Batch((key,), ()))
+        found = await directory.probe(keys)
+        assert [set(each) for each in found] == [
+            {Holder(number, b"aaaa"), Holder(4095, b"\xff" * 4)} for number in range(4)
+        ]
+
+    run(server.url, work)
+
+
+def test_keys_fall_into_all_buckets():
+    directory = RedisDirectory("redis://nowhere", "c", timeout_s=1.0, buckets=7)
+    assert {directory.place(bytes([byte]) * 16).bucket for byte in range(256)} == {f"fc:c:b:{n}" for n in range(7)}
 
 
 def test_a_lost_directory_says_fresh_and_one_that_kept_its_data_does_not(tmp_path):

@@ -1,0 +1,130 @@
+"""What a node tells the directory of what it holds, looks for there, and takes out of it. `publisher` and `sweeper` decide.
+
+    a segment became visible, or went -> anchors wished in or out -> batches, as the rate allows
+    nothing to tell                   -> a few of what was told are looked for
+    once a second                     -> some buckets are read, and the entries of dead nodes removed
+
+All of it waits while the node is not joined, or a beat was not answered: then what others would read of it is not sure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import numpy as np
+
+from flatcake_server.catalog import Catalog
+from flatcake_server.cluster.anchors import anchors_within
+from flatcake_server.cluster.directory import TAG_BYTES, Directory, Holder
+from flatcake_server.cluster.members import Beat, Membership, State
+from flatcake_server.cluster.publisher import Batch, Publisher
+from flatcake_server.cluster.sweeper import Sweeper
+from flatcake_server.records import SegmentRecord
+from flatcake_transport.address import MISSING
+from flatcake_transport.errors import FlatCakeError
+
+log = logging.getLogger(__name__)
+
+PUBLISH_PAUSE_S: Final = 0.1  # between two looks for what to publish: a commit is seen by others within it
+PUBLISH_RETRY_S: Final = 1.0
+SWEEP_PAUSE_S: Final = 0.5
+SEGMENTS_A_STEP: Final = 500  # published together at the start: a millisecond of the loop
+
+
+class Telling:
+    """Belongs to the event loop. Its loops run until they are cancelled."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        membership: Membership,
+        directory: Directory,
+        publisher: Publisher,
+        sweeper: Sweeper,
+        counts: Counter[str],
+        now_s: Callable[[], float],
+    ) -> None:
+        self.publisher = publisher
+        self._catalog, self._membership, self._directory = catalog, membership, directory
+        self._sweeper, self._counts, self._now_s = sweeper, counts, now_s
+        catalog.watch = self._changed
+
+    def close(self) -> None:
+        self._catalog.watch = None
+
+    def beaten(self, beat: Beat, *, again: bool) -> None:
+        """A beat was answered. `again`: the directory did not know us."""
+        if again:
+            self.publisher.publish_again()
+        if beat.members is not None:
+            self._sweeper.listed((*beat.members, self._membership.me))
+
+    def _changed(self, segments: Iterable[SegmentRecord], visible: bool) -> None:
+        """Segments were published or went: the catalog says so within the same step."""
+        for segment in segments:
+            keys = segment.keys[anchors_within(segment.first_block, segment.blocks)]
+            here = self._catalog.present(keys) != np.uint64(MISSING)  # another copy may stand
+            changed = keys[here] if visible else keys[~here]
+            (self.publisher.add if visible else self.publisher.remove)(key.tobytes() for key in changed)
+
+    async def publish_stored(self) -> None:
+        """All that was here before the start, in steps: nobody's lookup waits for it."""
+        segments = list(self._catalog.segments)
+        for first in range(0, len(segments), SEGMENTS_A_STEP):
+            self._changed(segments[first : first + SEGMENTS_A_STEP], True)
+            await asyncio.sleep(0)
+
+    async def publishes(self) -> None:
+        while True:
+            now_s = self._now_s()
+            batch = self.publisher.take(now_s) if self._sure() else None
+            keys = self.publisher.audit(now_s) if batch is None and self._sure() else ()
+            try:
+                if batch is not None:
+                    await self._tell(batch)
+                elif keys:
+                    await self._audit(keys)
+                else:
+                    await asyncio.sleep(PUBLISH_PAUSE_S)
+            except FlatCakeError as error:
+                self._counts["directory_failures"] += 1
+                log.info("the directory is told again later: %s", error)
+                await asyncio.sleep(PUBLISH_RETRY_S)
+
+    async def _tell(self, batch: Batch) -> None:
+        self._counts["directory/tell"] += 1
+        try:
+            await self._directory.tell(self._membership.me, batch)
+        except BaseException:
+            self.publisher.lost()
+            raise
+        self.publisher.arrived()
+
+    async def _audit(self, keys: tuple[bytes, ...]) -> None:
+        self._counts["directory/audit"] += 1
+        me = self._membership.me
+        mine = Holder(me.node_id, me.incarnation[:TAG_BYTES])
+        found = await self._directory.probe(keys, peer_time_s=0.0)
+        self.publisher.audited([key for key, holders in zip(keys, found, strict=True) if mine not in holders])
+
+    async def sweeps(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_PAUSE_S)
+            now_s = self._now_s()
+            buckets = self._sweeper.take(now_s, self._membership.me.node_id) if self._sure() else range(0)
+            if not buckets:
+                continue
+            self._counts["directory/sweep"] += 1
+            try:
+                dead = lambda holders, now_s=now_s: self._sweeper.dead(holders, now_s)  # noqa: E731
+                self._counts["entries_swept"] += await self._directory.sweep(buckets, dead)
+            except FlatCakeError as error:
+                self._counts["directory_failures"] += 1
+                log.info("the directory is swept later: %s", error)
+
+    def _sure(self) -> bool:
+        return self._membership.state(self._now_s()) is State.JOINED and not self._membership.beats_failed
