@@ -177,8 +177,8 @@ class Hit:
         finally:
             self._lock.release()
 
-    def report_corrupt(self, segments: Sequence[int]) -> None:
-        _report(self._client, self._reachable(), segments)
+    def report_corrupt(self, runs: Sequence[Run]) -> None:
+        _report(self._client, self._reachable(), runs)
 
     def _reachable(self) -> Connection:
         if self._connection is None:
@@ -219,10 +219,10 @@ def _sources(client: Client, found: Found, connection: Connection, asked_s: floa
     return sources
 
 
-def _report(client: Client, connection: Connection, segments: Sequence[int]) -> None:
-    client.counts.add("corrupt_segments", len(segments))
+def _report(client: Client, connection: Connection, runs: Sequence[Run]) -> None:
+    client.counts.add("corrupt_segments", len(runs))
     with contextlib.suppress(FlatCakeError):
-        connection.rpc.report_corrupt(connection.welcome, segments, REPORT_TIMEOUT_S)
+        connection.rpc.report_corrupt(connection.welcome, runs, REPORT_TIMEOUT_S)
 
 
 def _renew(connection: Connection | None, lease_id: int, timeout_s: float) -> bool:

@@ -40,6 +40,7 @@ class Run(NamedTuple):
     segment_bytes: int
     file_id: int
     file_offset: int
+    generation: int = 0  # of the segment: another one may come to stand there
 
 
 @dataclass(frozen=True, slots=True)

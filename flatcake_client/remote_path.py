@@ -21,6 +21,7 @@ from flatcake_client.connection import Connection
 from flatcake_client.handover import Descriptors
 from flatcake_client.lease import Lease
 from flatcake_client.linger import Linger
+from flatcake_client.records import Run
 from flatcake_client.restore import ReadTools
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import FlatCakeError, Unavailable
@@ -56,7 +57,7 @@ class RemoteArena:
         tools: ReadTools,
         *,
         verify: bool,
-        report: Callable[[Sequence[int]], None],
+        report: Callable[[Sequence[Run]], None],
     ) -> None:
         self.node_id = node_id
         self.lease = lease
@@ -70,8 +71,8 @@ class RemoteArena:
         del timeout_s
         return {0: self._memory}
 
-    def report_corrupt(self, segments: Sequence[int]) -> None:
-        self._report(segments)
+    def report_corrupt(self, runs: Sequence[Run]) -> None:
+        self._report(runs)
 
 
 class RemoteFiles:
@@ -97,7 +98,7 @@ class RemoteFiles:
         tools: ReadTools,
         *,
         verify: bool,
-        report: Callable[[Sequence[int]], None],
+        report: Callable[[Sequence[Run]], None],
     ) -> None:
         self.node_id = node_id
         self.lease = lease
@@ -127,8 +128,8 @@ class RemoteFiles:
         finally:
             self._lock.release()
 
-    def report_corrupt(self, segments: Sequence[int]) -> None:
-        self._report(segments)
+    def report_corrupt(self, runs: Sequence[Run]) -> None:
+        self._report(runs)
 
     def close(self, transfers: Sequence[Transfer], linger: Linger) -> None:
         """Let the descriptors go once the transfers that use them rest. Twice is fine."""

@@ -237,9 +237,11 @@ class Rpc:
         )
         self._call(self._stub.AbortTurn, request, timeout_s)
 
-    def report_corrupt(self, welcome: Welcome, segments: Sequence[int], timeout_s: float) -> None:
+    def report_corrupt(self, welcome: Welcome, runs: Sequence[Run], timeout_s: float) -> None:
+        """Of the segments of these runs."""
+        suspects = [store_pb2.Suspect(segment=run.segment, generation=run.generation) for run in runs]
         request = store_pb2.ReportCorruptRequest(
-            client_id=welcome.client_id, incarnation=welcome.incarnation, segments=segments
+            client_id=welcome.client_id, incarnation=welcome.incarnation, segments=suspects
         )
         self._call(self._stub.ReportCorrupt, request, timeout_s)
 
@@ -318,6 +320,7 @@ def _run(run: store_pb2.Run) -> Run:
         run.segment_bytes,
         run.file_id,
         run.file_offset,
+        run.generation,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from flatcake_client.keys import KeyArray
 from flatcake_client.lease import Lease
+from flatcake_client.records import Run
 from flatcake_client.target import PlacedRun
 from flatcake_transport.checksum import granule_checksums
 from flatcake_transport.errors import Corrupt
@@ -29,7 +30,7 @@ class Verifier:
     """
 
     def __init__(
-        self, spec: SpaceSpec, shard: int, keys: KeyArray, lease: Lease, report: Callable[[Sequence[int]], None]
+        self, spec: SpaceSpec, shard: int, keys: KeyArray, lease: Lease, report: Callable[[Sequence[Run]], None]
     ) -> None:
         self._fingerprint = spec.fingerprint
         self._shard = shard
@@ -92,7 +93,7 @@ class Verifier:
 
     def _corrupt(self, placed: PlacedRun, text: str) -> Corrupt:
         self._lease.check()
-        self._report([int(placed.run.segment)])
+        self._report([placed.run])
         return Corrupt(f"{placed.run.segment}: {text}")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from flatcake_server.index import KEY_BYTES, BlockIndex
 from flatcake_server.reclaim import ReclaimOrder, tails_of
-from flatcake_server.records import FileId, FileRecord, KeyArray, SegmentRecord, SessionNo, SessionRecord
+from flatcake_server.records import FileId, FileRecord, KeyArray, SegmentRecord, SessionNo, SessionRecord, Suspect
 from flatcake_server.segments import SegmentMap, SegmentRun
 from flatcake_transport.address import MISSING, AddressArray, Medium
 from flatcake_transport.errors import Overloaded
@@ -232,6 +232,11 @@ class Catalog:
         self.order.add_bytes(session.session_no, pool, sign * segment.total_bytes)
         self.segments_in[pool] += sign
         self.blocks_in[pool] += sign * segment.blocks
+
+    def suspected(self, suspect: Suspect) -> SegmentRecord | None:
+        """The segment that is meant, if it is still there."""
+        segment = self.segments.get(suspect.address)
+        return segment if segment is not None and segment.generation == suspect.generation else None
 
     def present(self, keys: KeyArray) -> AddressArray:
         """Address of each key, `MISSING` where it is not stored."""

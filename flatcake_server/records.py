@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,13 @@ class FileRecord:
     size_bytes: int
     written_bytes: int = 0
     sealed: bool = False
+
+
+class Suspect(NamedTuple):
+    """A segment that a reader found corrupt, as it was looked up: another one may stand at that address by now."""
+
+    address: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

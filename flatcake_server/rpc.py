@@ -23,7 +23,7 @@ import numpy as np
 
 from flatcake_proto.v1 import store_pb2, store_pb2_grpc
 from flatcake_server.clients import StaleClient
-from flatcake_server.records import KeyArray
+from flatcake_server.records import KeyArray, Suspect
 from flatcake_server.segments import SegmentRun
 from flatcake_server.store import Store, UnknownSpace, UnknownTurn
 from flatcake_server.turns import Turn, TurnRequest
@@ -151,7 +151,7 @@ class Remote(Protocol):
 
     def unstage(self, client_id: int, request: store_pb2.UnstageRequest) -> None: ...
 
-    def doubted(self, segments: Sequence[int]) -> None:
+    def doubted(self, segments: Sequence[store_pb2.Suspect]) -> None:
         """Bytes of these segments, of other nodes, differ from their checksums."""
         ...
 
@@ -168,6 +168,7 @@ def add_runs(to: Any, runs: Sequence[SegmentRun]) -> None:
             segment_bytes=segment.total_bytes,
             file_id=segment.file_id,
             file_offset=segment.file_offset,
+            generation=segment.generation,
         )
 
 
@@ -338,11 +339,16 @@ class StoreService(store_pb2_grpc.StoreServicer):
     ) -> store_pb2.ReportCorruptReply:
         async with self._edge(context, "report_corrupt"):
             self._known(request)
-            segments = [Address(segment) for segment in request.segments]
-            near = self._identity.node_id
-            if self._remote is not None:
-                self._remote.doubted([segment for segment in segments if segment.node != near])
-            await asyncio.shield(self._store.report_corrupt([segment for segment in segments if segment.node == near]))
+            near: list[Suspect] = []
+            far: list[store_pb2.Suspect] = []
+            for each in request.segments:
+                if Address(each.segment).node == self._identity.node_id:
+                    near.append(Suspect(each.segment, each.generation))
+                else:
+                    far.append(each)
+            if far and self._remote is not None:
+                self._remote.doubted(far)
+            await asyncio.shield(self._store.report_corrupt(near))
             return store_pb2.ReportCorruptReply()
 
     async def Stage(self, request: store_pb2.StageRequest, context: Context) -> store_pb2.StageReply:  # noqa: N802

@@ -28,7 +28,7 @@ from flatcake_server.commit import Committer
 from flatcake_server.disk import Disk
 from flatcake_server.lease import LeaseTable
 from flatcake_server.placement import Hints, Policy
-from flatcake_server.records import FileId, KeyArray, SessionNo
+from flatcake_server.records import FileId, KeyArray, SessionNo, Suspect
 from flatcake_server.reserve import Numbers, Reserver
 from flatcake_server.retire import Retirement
 from flatcake_server.segments import SegmentRun
@@ -413,10 +413,10 @@ class Store:
         for held in turn.holds:  # what the turn continued may have been quarantined meanwhile
             await self.retirement.settle(held)
 
-    async def report_corrupt(self, bases: Sequence[int]) -> None:
+    async def report_corrupt(self, suspects: Sequence[Suspect]) -> None:
         """Quarantine segments whose bytes differ from their checksums: misses from now on, also after a restart."""
-        for base in bases:
-            segment = self.catalog.segments.get(base)
+        for suspect in suspects:
+            segment = self.catalog.suspected(suspect)
             if segment is None:
                 continue
             session = self.catalog.sessions[segment.session_no]

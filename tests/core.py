@@ -22,6 +22,7 @@ from flatcake_server.config import NodeConfig
 from flatcake_server.disk import Disk
 from flatcake_server.journal import Journal
 from flatcake_server.law import check_data, check_files, check_state
+from flatcake_server.records import SegmentRecord, Suspect
 from flatcake_server.turns import Part, Turn, TurnRequest
 from flatcake_transport.checksum import granule_checksums
 from flatcake_transport.errors import Overloaded, Unavailable
@@ -50,6 +51,10 @@ class DictRecords:
 
     def close(self) -> None:
         pass
+
+
+def suspect(segment: SegmentRecord) -> Suspect:
+    return Suspect(segment.address, segment.generation)
 
 
 def chain(spec: SpaceSpec, path: Sequence[int]) -> np.ndarray:

@@ -332,7 +332,8 @@ class FakeDaemon(store_pb2_grpc.StoreServicer):
 
     def ReportCorrupt(self, request: Any, context: Any) -> Any:
         self._enter("report_corrupt", request, context)
-        self.corrupt += request.segments
-        for key in [key for key, (part, _) in self.index.items() if part.segment in request.segments]:
+        segments = [each.segment for each in request.segments]
+        self.corrupt += segments
+        for key in [key for key, (part, _) in self.index.items() if part.segment in segments]:
             del self.index[key]
         return store_pb2.ReportCorruptReply()

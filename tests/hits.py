@@ -12,6 +12,7 @@ import numpy as np
 from images import FAR_ID, Chain
 
 from flatcake_client.lease import Lease
+from flatcake_client.records import Run
 from flatcake_client.restore import ReadTools
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import Unavailable
@@ -71,8 +72,8 @@ class FakeHit:
                     self.opened[run.file_id] = OpenFile(os.open(self.chain.path(run.file_id), os.O_RDONLY), False)
         return self.opened
 
-    def report_corrupt(self, segments: Sequence[int]) -> None:
-        self.reported += segments
+    def report_corrupt(self, runs: Sequence[Run]) -> None:
+        self.reported += [int(run.segment) for run in runs]
 
     def close(self) -> None:
         for file in self.opened.values():

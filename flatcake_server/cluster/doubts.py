@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from flatcake_server.records import Suspect
 from flatcake_server.store import Store
 from flatcake_transport.errors import FlatCakeError
 
@@ -27,13 +28,13 @@ class Doubts:
         self._store = store
         self._differs = differs
         self._counts = counts
-        self._waiting: dict[int, None] = {}
+        self._waiting: dict[Suspect, None] = {}
         self._work: asyncio.Task[None] | None = None
 
-    def add(self, segments: Sequence[int]) -> None:
-        for address in segments:
-            if len(self._waiting) < WAITING_MAX and self._store.catalog.segments.get(address) is not None:
-                self._waiting.setdefault(address)
+    def add(self, suspects: Sequence[Suspect]) -> None:
+        for suspect in suspects:
+            if len(self._waiting) < WAITING_MAX and self._store.catalog.suspected(suspect) is not None:
+                self._waiting.setdefault(suspect)
         if self._waiting and (self._work is None or self._work.done()):
             self._work = asyncio.ensure_future(self._look())
 
@@ -44,11 +45,12 @@ class Doubts:
 
     async def _look(self) -> None:
         while self._waiting:
-            address = next(iter(self._waiting))
+            suspect = next(iter(self._waiting))
+            address = suspect.address
             self._counts["doubts"] += 1
             try:
                 if await self._differs(address):
-                    await self._store.report_corrupt([address])
+                    await self._store.report_corrupt([suspect])
                 else:
                     self._counts["doubts_refuted"] += 1
                     log.warning("a peer read other bytes of segment %#x than are here: its memory, or the way", address)
@@ -56,4 +58,4 @@ class Doubts:
                 log.warning("segment %#x, which a peer doubts, cannot be looked at: %s", address, error)
             except Exception:
                 log.exception("looking at a doubted segment failed in a way nobody foresaw")
-            self._waiting.pop(address, None)
+            self._waiting.pop(suspect, None)

@@ -30,6 +30,7 @@ from flatcake_server.cluster.exporter import Exporter
 from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.proof import NONCE_BYTES, NUMBER_BYTES, Handshake, Nonces
 from flatcake_server.cluster.serving import FileServer
+from flatcake_server.records import Suspect
 from flatcake_server.rpc import Context, Edge, Timings, add_runs, keys_of
 from flatcake_server.store import Store
 from flatcake_transport.address import MISSING
@@ -73,7 +74,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         timings: Timings,
         *,
         refused: Callable[[], str],
-        doubted: Callable[[Sequence[int]], None],
+        doubted: Callable[[Sequence[Suspect]], None],
     ) -> None:
         self._store = store
         self._me = me
@@ -247,7 +248,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Doubt(self, request: peer_pb2.DoubtRequest, context: Context) -> peer_pb2.DoubtReply:  # noqa: N802
         await self._known(request, context)
         async with Edge(context, self._timings, "peer_doubt"):
-            self._doubted(request.segments)
+            self._doubted([Suspect(each.segment, each.generation) for each in request.segments])
             return peer_pb2.DoubtReply(incarnation=self._me.incarnation)
 
     async def _known(self, request: Any, context: Context) -> int:

@@ -153,7 +153,7 @@ class Peers:
         request = peer_pb2.UnstageFilesRequest(peer_id=link.peer_id, staged_ids=staged_ids)
         await self._ask(link, "unstage", link.stub.UnstageFiles, request, self._timeout_s)
 
-    async def doubt(self, member: Member, segments: Sequence[int]) -> None:
+    async def doubt(self, member: Member, segments: Sequence[store_pb2.Suspect]) -> None:
         """Bytes that were read of these segments differ from their checksums."""
         link = self._standing(member.node_id, member.incarnation)
         request = peer_pb2.DoubtRequest(peer_id=link.peer_id, segments=segments)

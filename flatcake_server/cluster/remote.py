@@ -263,11 +263,11 @@ class RemoteLookup:
             return {}
         return await self.importer.open(loan.exports, self.timeout_s)
 
-    def doubted(self, segments: Sequence[int]) -> None:
+    def doubted(self, segments: Sequence[store_pb2.Suspect]) -> None:
         """As the wire asks for it (rpc.Remote)."""
-        by_node: dict[int, list[int]] = {}
-        for segment in segments:
-            by_node.setdefault(Address(segment).node, []).append(segment)
+        by_node: dict[int, list[store_pb2.Suspect]] = {}
+        for each in segments:
+            by_node.setdefault(Address(each.segment).node, []).append(each)
         for node_id, of_node in by_node.items():
             member = self.membership.known.get(node_id)
             if member is not None:

@@ -47,18 +47,19 @@ def settled(*nodes):
 
 
 @pytest.fixture
-def pair(tmp_path):
-    """Nodes 1 and 2; the memory of each holds a few contexts."""
+def pair(request, tmp_path):
+    """Nodes 1 and 2, which verify as the test says; the memory of each holds a few contexts."""
     ucx_here()
     with RedisServer(tmp_path) as redis:
         told = {"directory": "redis", "redis_url": redis.url, "ucx_listen": "127.0.0.1:0", "memory_bytes": 8 * MIB}
-        one, two = (node(tmp_path, n, **told) for n in (1, 2))
+        one, two = (node(tmp_path, n, verify=verify, **told) for n, verify in enumerate(request.param, 1))
         with one, two:
             for each in (one, two):
                 knows(each, 2)
             yield one, two
 
 
+@pytest.mark.parametrize("pair", [("all", "off")], indirect=True, ids=["checks what has no checksums"])
 def test_what_a_peer_has_leased_is_not_reclaimed_under_it(pair):
     one, two = pair
     with connect(one, timeout_s=5) as here, connect(two) as there:
@@ -81,6 +82,7 @@ def test_what_a_peer_has_leased_is_not_reclaimed_under_it(pair):
     settled(one, two)
 
 
+@pytest.mark.parametrize("pair", [("off", "remote")], indirect=True, ids=["checks nothing"])
 def test_a_node_that_restarts_on_another_port_during_a_read(pair):
     one, two = pair
     with connect(one, timeout_s=5) as here, connect(two) as there:

@@ -219,7 +219,7 @@ def test_what_only_the_reader_saw_damaged_stays(pair):
         put(two, far, tokens, "s9")
         before = two.status()["counters"]["corrupt_segments_total"]
         with kv.space.lookup(kv.space.keys(tokens)) as hit:
-            hit.remote[-1].report_corrupt([int(hit.runs[0].segment)])
+            hit.remote[-1].report_corrupt(hit.runs[:1])
             until(lambda: cluster_of(two)["doubts_refuted_total"] == 1)
         assert two.status()["counters"]["corrupt_segments_total"] == before
         assert kv.hit(tokens) == BLOCKS

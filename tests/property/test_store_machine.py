@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from core import FAULTS, Core, chain
+from core import FAULTS, Core, chain, suspect
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -242,7 +242,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.core.fail(what)
         segments = list(self.core.store.catalog.segments)
         segment = segments[number % len(segments)]
-        self.core.run(self.core.store.report_corrupt([int(segment.address)]))
+        self.core.run(self.core.store.report_corrupt([suspect(segment)]))
         assert self.core.store.catalog.segments.get(segment.address) is not segment
         self.judge()
 

@@ -503,12 +503,12 @@ class DoubtRequest(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.int
     @_builtins.property
-    def segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[_store_pb2.Suspect]: ...
     def __init__(
         self,
         *,
         peer_id: _builtins.int = ...,
-        segments: _abc.Iterable[_builtins.int] | None = ...,
+        segments: _abc.Iterable[_store_pb2.Suspect] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -227,6 +227,7 @@ class Run(_message.Message):
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     FILE_ID_FIELD_NUMBER: _builtins.int
     FILE_OFFSET_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
     """address of the segment's base"""
     segment_blocks: _builtins.int
@@ -240,6 +241,8 @@ class Run(_message.Message):
     """0: memory"""
     file_offset: _builtins.int
     """of the segment's base in its file"""
+    generation: _builtins.int
+    """of its commit: another segment may come to stand at that address"""
     def __init__(
         self,
         *,
@@ -250,10 +253,11 @@ class Run(_message.Message):
         segment_bytes: _builtins.int = ...,
         file_id: _builtins.int = ...,
         file_offset: _builtins.int = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "file_id", b"file_id", "file_offset", b"file_offset", "first_block", b"first_block", "segment", b"segment", "segment_blocks", b"segment_blocks", "segment_bytes", b"segment_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "file_id", b"file_id", "file_offset", b"file_offset", "first_block", b"first_block", "generation", b"generation", "segment", b"segment", "segment_blocks", b"segment_blocks", "segment_bytes", b"segment_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -749,15 +753,15 @@ class ReportCorruptRequest(_message.Message):
     client_id: _builtins.int
     incarnation: _builtins.bytes
     @_builtins.property
-    def segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """whose bytes differ from their checksums; of other nodes those nodes are told"""
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Suspect]:
+        """of other nodes those nodes are told"""
 
     def __init__(
         self,
         *,
         client_id: _builtins.int = ...,
         incarnation: _builtins.bytes = ...,
-        segments: _abc.Iterable[_builtins.int] | None = ...,
+        segments: _abc.Iterable[Global___Suspect] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -766,6 +770,30 @@ class ReportCorruptRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportCorruptRequest: _TypeAlias = ReportCorruptRequest  # noqa: Y015
+
+@_typing.final
+class Suspect(_message.Message):
+    """A segment whose bytes differ from their checksums. One of another generation is not meant, though it stands there now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    segment: _builtins.int
+    generation: _builtins.int
+    def __init__(
+        self,
+        *,
+        segment: _builtins.int = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Suspect: _TypeAlias = Suspect  # noqa: Y015
 
 @_typing.final
 class ReportCorruptReply(_message.Message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from core import Core, Yield
+from core import Core, Yield, suspect
 
 from flatcake_server import app, retire
 from flatcake_server.journal_records import FILES, SEGMENTS, SESSIONS
@@ -115,7 +115,7 @@ def test_a_session_quarantined_while_a_turn_on_top_of_it_gets_no_room_is_gone(co
     session, _ = beside(core)
 
     async def no_room(_sessions_max):
-        await core.store.report_corrupt([int(session.segments[0].address)])
+        await core.store.report_corrupt([suspect(session.segments[0])])
         raise Overloaded("as many sessions as there may be")
 
     monkeypatch.setattr(core.node.retirement, "make_session_room", no_room)
@@ -170,7 +170,7 @@ def test_a_session_dropped_while_a_segment_is_quarantined_leaves_a_journal_that_
     core.do(core.commit(turn))
     torn = torn_journals(core)
     core._turns = pace
-    core.run(core.store.report_corrupt([int(session.segments[0].address)]), core.node.retirement.drop(session))
+    core.run(core.store.report_corrupt([suspect(session.segments[0])]), core.node.retirement.drop(session))
     assert torn == []
 
 

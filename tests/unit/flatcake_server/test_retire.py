@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from core import Core
+from core import Core, suspect
 
+from flatcake_server.records import Suspect
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
 
@@ -73,7 +74,7 @@ def test_a_session_dropped_under_a_lease_keeps_its_memory_until_the_lease_ends(c
     core.put(ONE, [1, 2], share_counts=[2, 2])
     _, lease = core.hit(ONE, [1, 2], pin=True)
     segment = next(iter(core.store.catalog.segments))
-    core.do(core.store.report_corrupt([int(segment.address)]))
+    core.do(core.store.report_corrupt([suspect(segment)]))
     assert core.hit(ONE, [1, 2])[0] == 0
     assert core.node.retirement.limbo_bytes == segment.total_bytes
     assert core.node.memory.used_bytes > 0
@@ -87,7 +88,7 @@ def test_quarantine_while_a_turn_goes_on_top(core):
     core.put(ONE, [1, 2], share_counts=[2, 2])
     turn = core.do(core.begin(ONE, [1, 2, 3]))
     segment = next(iter(core.store.catalog.segments))
-    core.do(core.store.report_corrupt([int(segment.address), 0x1234000, int(segment.address)]))
+    core.do(core.store.report_corrupt([suspect(segment), Suspect(0x1234000, 1), suspect(segment)]))
     assert core.store.counts["corrupt_segments"] == 1
     core.do(core.commit(turn))
     core.check_rest()
@@ -96,11 +97,24 @@ def test_quarantine_while_a_turn_goes_on_top(core):
     assert core.hit(ONE, [1, 2, 3])[0] == 3
 
 
+def test_a_report_of_what_stood_there_before_drops_nothing(core):
+    core.put(ONE, [1, 2], share_counts=[2, 2])
+    old = next(iter(core.store.catalog.segments))
+    core.do(core.store.report_corrupt([suspect(old)]))
+    core.do(core.store.tick(600.0))
+    core.put(ONE, [1, 2], share_counts=[2, 2])
+    new = next(iter(core.store.catalog.segments))
+    assert new.address == old.address, "the same keys at the same place"
+    core.do(core.store.report_corrupt([suspect(old)]))
+    assert core.hit(ONE, [1, 2])[0] == 2
+    assert core.store.counts["corrupt_segments"] == 1
+
+
 def test_quarantine_is_for_good(core):
     core.put(ONE, [1, 2])
     core.put(ONE, [1, 2, 3])
     segment = core.store.catalog.find(ONE.fingerprint, "s").segments[0]
-    core.do(core.store.report_corrupt([int(segment.address)]))
+    core.do(core.store.report_corrupt([suspect(segment)]))
     assert core.hit(ONE, [1, 2, 3])[0] == 0
     core.restart()
     core.open(ONE)
@@ -230,9 +244,7 @@ def test_a_journal_that_fails_ends_its_path_only(tmp_path, when):
     else:
         core.do(core.abort(turn))
         core.do(
-            core.store.report_corrupt([int(segment.address)])
-            if when == "discard"
-            else core.node.retirement.drop(session)
+            core.store.report_corrupt([suspect(segment)]) if when == "discard" else core.node.retirement.drop(session)
         )
     disk = core.node.disks[session.pool]
     assert "journal cannot be written" in disk.failure

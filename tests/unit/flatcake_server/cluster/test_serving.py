@@ -8,12 +8,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from core import Core, Yield, chain
+from core import Core, Yield, chain, suspect
 from waiting import until
 
 from flatcake_server.cluster.doubts import WAITING_MAX, Doubts
 from flatcake_server.cluster.serving import STAGED_S, FileServer
 from flatcake_server.law import differs
+from flatcake_server.records import Suspect
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.remote import RemoteMemory
 from flatcake_transport.served import RANGES_MAX, STAGED_BYTES_MAX, FileRange
@@ -176,7 +177,7 @@ def damage(core, address: int) -> None:
         file.write(bytes([byte ^ 0xFF]))
 
 
-def doubted(core, *segments: int) -> Counter[str]:
+def doubted(core, *segments: Suspect) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     async def work() -> None:
@@ -192,10 +193,12 @@ def doubted(core, *segments: int) -> Counter[str]:
 
 def test_a_peers_doubt_is_looked_into(core):
     (segment,) = core.store.catalog.segments
-    assert doubted(core, segment.address, segment.address, 12345) == {"doubts": 1, "doubts_refuted": 1}
+    meant = suspect(segment)
+    assert doubted(core, meant, meant, Suspect(12345, 1)) == {"doubts": 1, "doubts_refuted": 1}
     assert core.hit(SPEC, PATH)[0] == len(PATH)
     damage(core, segment.address)
-    assert doubted(core, segment.address) == {"doubts": 1}
+    assert doubted(core, Suspect(segment.address, segment.generation - 1)) == {}, "of what stood there before"
+    assert doubted(core, meant) == {"doubts": 1}
     assert core.store.counts["corrupt_segments"] == 1
     keys = chain(SPEC, PATH)
     assert core.store.lookup(core.clients[0], SPEC.fingerprint, keys, pin=False).runs == []
@@ -211,7 +214,7 @@ def test_doubts_of_a_disk_that_cannot_be_read_lose_nothing(core):
 
     async def work() -> None:
         doubts = Doubts(core.store, broken, counts)
-        doubts.add([segment.address] * (WAITING_MAX + 1))
+        doubts.add([suspect(segment)] * (WAITING_MAX + 1))
         await doubts._work
 
     core.do(work())
