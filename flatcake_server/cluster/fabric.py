@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import socket
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -34,7 +35,9 @@ log = logging.getLogger(__name__)
 # UCX takes the first free port of a range: one for the process that serves, more for one that is started again while the
 # connections of the last one linger.
 PORTS: Final = 8
-_SIOCGIFADDR: Final = 0x8915
+_SIOCGIFCONF: Final = 0x8912  # all IPv4 addresses, each in a struct ifreq
+_IFREQ_BYTES: Final = 40
+_ADDRESSES_MAX: Final = 4096
 _EVERY_ADDRESS: Final = ("0.0.0.0", "::")  # noqa: S104
 
 
@@ -54,7 +57,7 @@ class Fabric:
 
     async def start(self) -> None:
         """Serve the arena. Raises: Unavailable: no UCX here, or no such address."""
-        if self._listen is None or not self._arena.size_bytes:
+        if self._listen is None:
             return
         options = ucx_options(self._listen)
         regions = [(self._arena.fd, self._arena.size_bytes)]
@@ -140,10 +143,12 @@ def device_of_address(host: str) -> str | None:
     if wanted.version == 6:
         lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
         return next((words[-1] for words in lines if int(words[0], 16) == int(wanted)), None)
+    entries = np.zeros((_ADDRESSES_MAX, _IFREQ_BYTES), np.uint8)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for name in devices:
-            with contextlib.suppress(OSError):  # a device without an address
-                answer = fcntl.ioctl(asker, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
-                if answer[20:24] == wanted.packed:
-                    return name
+        asked = struct.pack("@iP", entries.nbytes, entries.ctypes.data)
+        (size_bytes, _) = struct.unpack("@iP", fcntl.ioctl(asker, _SIOCGIFCONF, asked))
+    for entry in entries[: size_bytes // _IFREQ_BYTES]:
+        if entry[20:24].tobytes() == wanted.packed:  # behind a name of 16 bytes, a family and a port
+            name = bytes(entry[:16]).partition(b"\0")[0].decode()
+            return name.partition(":")[0]  # a second address may have a label
     return None

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import subprocess
 
 import pytest
 from ucx_peer import ucx_here
@@ -17,6 +20,22 @@ def test_an_address_is_found_on_its_device():
     assert device_of_address("::1") == "lo"
     assert device_of_address("192.0.2.7") is None
     assert device_of_address("no such device") is None
+
+
+@pytest.fixture
+def second():
+    """A second address of loopback, with a label of its own."""
+    address = f"198.18.{os.getpid() % 256}.7"
+    words = ["ip", "addr", "add", f"{address}/32", "dev", "lo", "label", "lo:fc"]
+    if os.geteuid() or not shutil.which("ip") or subprocess.run(words, check=False, capture_output=True).returncode:
+        pytest.skip("a second address needs root and iproute2")
+    yield address
+    words[2] = "del"
+    subprocess.run(words[:6], check=True)
+
+
+def test_so_is_a_second_one(second):
+    assert device_of_address(second) == "lo"
 
 
 def test_where_to_listen_in_ucxs_words():
