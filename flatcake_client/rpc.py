@@ -194,8 +194,10 @@ class Rpc:
         root_key: bytes,
         session: str,
         hints: TurnHints,
+        request_id: int,
         timeout_s: float,
     ) -> Grant:
+        """`request_id`: names the call to `abort_unheard`, where its answer is lost."""
         request = store_pb2.BeginTurnRequest(
             client_id=welcome.client_id,
             incarnation=welcome.incarnation,
@@ -208,6 +210,7 @@ class Rpc:
             share_counts=hints.share_counts or (),
             turn=hints.turn,
             root_key=root_key,
+            request_id=request_id,
         )
         reply = self._call(self._stub.BeginTurn, request, timeout_s)
         self._check_incarnation(welcome, reply.incarnation)
@@ -234,6 +237,13 @@ class Rpc:
             turn_id=turn_id,
             shard=shard,
             failure=failure,
+        )
+        self._call(self._stub.AbortTurn, request, timeout_s)
+
+    def abort_unheard(self, welcome: Welcome, request_id: int, timeout_s: float) -> None:
+        """Have the turn given back that a call of `begin_turn` began, if it did."""
+        request = store_pb2.AbortTurnRequest(
+            client_id=welcome.client_id, incarnation=welcome.incarnation, request_id=request_id
         )
         self._call(self._stub.AbortTurn, request, timeout_s)
 

@@ -6,6 +6,7 @@ A lookup never raises for the daemon's sake: what cannot be had now is a miss, w
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from flatcake_client.records import Found, Grant, TurnHints
 from flatcake_client.rpc import Stale, Unknown
 from flatcake_client.worth import worth_fetching
 from flatcake_client.writer import Turn
-from flatcake_transport.errors import FlatCakeError
+from flatcake_transport.errors import FlatCakeError, Overloaded
 from flatcake_transport.handoff import Verb
 from flatcake_transport.layout import SegmentLayout, segment_layout
 from flatcake_transport.mover import Transfer
@@ -165,13 +166,17 @@ class Space:
         self, keys: KeyArray, session: str, root: bytes, hints: TurnHints, connection: Connection, timeout_s: float
     ) -> Turn:
         grant = Grant(0, (), session)
+        request_id = secrets.randbits(63) | 1
         connection.turn_begins()
         try:
             if len(keys):
                 grant = connection.rpc.begin_turn(
-                    connection.welcome, self.spec.fingerprint, self.shard, keys, root, session, hints, timeout_s
-                )
-        except BaseException:
+                    connection.welcome, self.spec.fingerprint, self.shard, keys, root, session, hints, request_id,
+                    timeout_s,
+                )  # fmt: skip
+        except BaseException as error:
+            if not isinstance(error, Overloaded | ValueError):  # refused: then there is no turn
+                self._disown(connection, request_id)
             connection.turn_ended()
             raise
         self.client.counts.add("turns_begun")
@@ -192,6 +197,21 @@ class Space:
         self.client.turns.add(turn)
         home.watch(turn, grant.turn_id)
         return turn
+
+    def _disown(self, connection: Connection, request_id: int) -> None:
+        """Whether a turn was begun is not known here: should it have been, its grant would last as long as the connection."""
+
+        def tell() -> None:
+            if connection.lost() or self.client.closed:
+                return
+            try:
+                connection.rpc.abort_unheard(connection.welcome, request_id, REPORT_TIMEOUT_S)
+            except (Stale, Unknown):
+                return
+            except FlatCakeError:
+                self._disown(connection, request_id)
+
+        self.client.linger.leave([Pause(ABORT_AGAIN_S)], tell)
 
 
 class _Home:

@@ -16,6 +16,14 @@ class StaleClient(LookupError):
     """Not known here: the daemon restarted, or the client was forgotten. It says Hello again and tries once more."""
 
 
+class UnknownSpace(LookupError):
+    """The space is not open here: the daemon restarted. The client opens it and tries once more."""
+
+
+class UnknownTurn(LookupError):
+    """No such turn of this client: it was finished, aborted, or lost with a restart."""
+
+
 @dataclass(slots=True, eq=False)
 class Client:
     client_id: int

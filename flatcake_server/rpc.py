@@ -22,10 +22,10 @@ import grpc
 import numpy as np
 
 from flatcake_proto.v1 import store_pb2, store_pb2_grpc
-from flatcake_server.clients import StaleClient
+from flatcake_server.clients import StaleClient, UnknownSpace, UnknownTurn
 from flatcake_server.records import KeyArray, Suspect
 from flatcake_server.segments import SegmentRun
-from flatcake_server.store import Store, UnknownSpace, UnknownTurn
+from flatcake_server.store import Store
 from flatcake_server.turns import Turn, TurnRequest
 from flatcake_transport.address import Address
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
@@ -308,6 +308,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
             previous_reply_tokens=request.previous_reply_tokens if request.HasField("previous_reply_tokens") else None,
             share_counts=list(request.share_counts) or None,
             turn=request.turn if request.HasField("turn") else None,
+            request_id=request.request_id,
         )
         return await self._store.begin_turn(client_id, _fingerprint(request.fingerprint), turn_request)
 
@@ -330,7 +331,11 @@ class StoreService(store_pb2_grpc.StoreServicer):
         self, request: store_pb2.AbortTurnRequest, context: Context
     ) -> store_pb2.AbortTurnReply:
         async with self._edge(context, "abort_turn"):
-            work = self._store.abort_turn(self._known(request), request.turn_id, request.shard, request.failure)
+            client_id = self._known(request)
+            if request.turn_id or not request.request_id:
+                work = self._store.abort_turn(client_id, request.turn_id, request.shard, request.failure)
+            else:
+                work = self._store.abort_unheard(client_id, request.request_id)
             await asyncio.shield(work)
             return store_pb2.AbortTurnReply()
 

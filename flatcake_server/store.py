@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from flatcake_server.catalog import Catalog, Session
-from flatcake_server.clients import Client, Clients
+from flatcake_server.clients import Client, Clients, UnknownSpace, UnknownTurn
 from flatcake_server.commit import Committer
 from flatcake_server.disk import Disk
 from flatcake_server.lease import LeaseTable
@@ -43,14 +43,6 @@ log = logging.getLogger(__name__)
 # Looking for idle sessions walks all of them: often enough to be punctual, seldom enough to cost nothing.
 TRIMS_A_PERIOD: Final = 10
 TRIM_PAUSE_S_MAX: Final = 60.0
-
-
-class UnknownSpace(LookupError):
-    """The space is not open here: the daemon restarted. The client opens it and tries once more."""
-
-
-class UnknownTurn(LookupError):
-    """No such turn of this client: it was finished, aborted, or lost with a restart."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,7 +218,7 @@ class Store:
         join_key = (fingerprint, request.session, hashlib.sha256(request.keys.tobytes()).digest())
         turn = self._joinable(join_key, request.shard) if spec.shards > 1 else None
         if turn is not None:
-            return await self._join(turn, request.shard, client_id)
+            return await self._join(turn, request, client_id)
         missing = self.catalog.present(request.keys) == np.uint64(MISSING)
         if not missing.any():
             self.catalog.use(self.catalog.chain_of(spec, fingerprint, request.keys), self._wall_s())
@@ -239,9 +231,10 @@ class Store:
                 return turn
         return None
 
-    async def _join(self, turn: Turn, shard: int, client_id: int) -> Turn:
+    async def _join(self, turn: Turn, request: TurnRequest, client_id: int) -> Turn:
+        shard = request.shard
         turn.joined.add(shard)
-        turn.writers[shard] = client_id
+        turn.writers[shard], turn.requests[shard] = client_id, request.request_id
         await turn.ready.wait()
         if turn.failed or turn.turn_id not in self.turns:
             turn.writers.pop(shard, None)
@@ -266,7 +259,7 @@ class Store:
             await self._make_table_room(client_id, blocks)
             begun = self._joinable(join_key, request.shard) if spec.shards > 1 else None
             if begun is not None:  # by another shard, while room was made for both
-                await self._join(begun, request.shard, client_id)
+                await self._join(begun, request, client_id)
             else:
                 session = self._session_of_turn(spec, fingerprint, request, int(np.argmax(missing)))
         except BaseException:
@@ -283,7 +276,8 @@ class Store:
         plans = plan_parts(missing, hints, self._policy)
         turn = Turn(
             self._numbers.turn_id, spec, fingerprint, session, turn_no, request.keys, [], holds, join_key,
-            writers={request.shard: client_id}, joined={request.shard}, blocks_reserved=blocks,
+            writers={request.shard: client_id}, requests={request.shard: request.request_id}, joined={request.shard},
+            blocks_reserved=blocks,
         )  # fmt: skip
         self._numbers.turn_id += 1
         self.turns[turn.turn_id] = turn  # counted and joinable from here on, though its parts are still coming
@@ -391,6 +385,13 @@ class Store:
                     async with part.session.lock:
                         await self.retirement.seal(part.session, part.file)
         await self._fail_shard(turn, shard, failure or "aborted by its writer")
+
+    async def abort_unheard(self, client_id: int, request_id: int) -> None:
+        """A client did not hear what became of a `begin_turn`: a turn that it began is given back. None is fine."""
+        for turn in list(self.turns.values()):
+            for shard in [shard for shard, writer in turn.writers.items() if writer == client_id]:
+                if turn.requests.get(shard) == request_id:
+                    await self._fail_shard(turn, shard, "its writer did not hear of it")
 
     async def _fail_shard(self, turn: Turn, shard: int, failure: str) -> None:
         turn.writers.pop(shard, None)

@@ -37,6 +37,7 @@ class TurnRequest:
     previous_reply_tokens: int | None = None
     share_counts: Sequence[int] | None = None
     turn: int | None = None
+    request_id: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,6 +81,7 @@ class Turn:
     holds: list[Session]
     join_key: tuple[Fingerprint, str, bytes]
     writers: dict[int, int] = field(default_factory=dict)  # shard -> client that may still write
+    requests: dict[int, int] = field(default_factory=dict)  # shard -> what its client calls the request; 0: nothing
     joined: set[int] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     failure: str = ""

@@ -68,6 +68,7 @@ class FakeDaemon(store_pb2_grpc.StoreServicer):
         self.attached: set[int] = set()
         self.released: list[int] = []
         self.aborted: list[str] = []
+        self.unheard: list[int] = []
         self.corrupt: list[int] = []
         self.renew_answers = True
         self.memory_tail = 0
@@ -326,6 +327,9 @@ class FakeDaemon(store_pb2_grpc.StoreServicer):
 
     def AbortTurn(self, request: Any, context: Any) -> Any:
         self._enter("abort_turn", request, context)
+        if not request.turn_id:  # whatever that call began
+            self.unheard.append(request.request_id)
+            return store_pb2.AbortTurnReply()
         self.aborted.append(request.failure)
         self.turns.pop(request.turn_id, None)
         return store_pb2.AbortTurnReply()

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from flatcake_server.store import UnknownTurn
+from flatcake_server.clients import UnknownTurn
 from flatcake_transport.address import MISSING
 from flatcake_transport.errors import FlatCakeError
 from flatcake_transport.space import SpaceSpec

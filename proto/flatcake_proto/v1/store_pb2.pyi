@@ -498,6 +498,7 @@ class BeginTurnRequest(_message.Message):
     SHARE_COUNTS_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
     ROOT_KEY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     client_id: _builtins.int
     incarnation: _builtins.bytes
     fingerprint: _builtins.bytes
@@ -511,6 +512,8 @@ class BeginTurnRequest(_message.Message):
     turn: _builtins.int
     root_key: _builtins.bytes
     """16 bytes: the parent of keys[0], derived from fingerprint and salt"""
+    request_id: _builtins.int
+    """the caller's name of this call, by which it can abort the turn if the answer is lost; 0: none"""
     @_builtins.property
     def share_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty, or one a key"""
@@ -529,10 +532,11 @@ class BeginTurnRequest(_message.Message):
         share_counts: _abc.Iterable[_builtins.int] | None = ...,
         turn: _builtins.int | None = ...,
         root_key: _builtins.bytes = ...,
+        request_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_previous_reply_tokens", b"_previous_reply_tokens", "_turn", b"_turn", "context_tokens", b"context_tokens", "previous_reply_tokens", b"previous_reply_tokens", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_previous_reply_tokens", b"_previous_reply_tokens", "_turn", b"_turn", "client_id", b"client_id", "context_tokens", b"context_tokens", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "keys", b"keys", "previous_reply_tokens", b"previous_reply_tokens", "root_key", b"root_key", "session", b"session", "shard", b"shard", "share_counts", b"share_counts", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_previous_reply_tokens", b"_previous_reply_tokens", "_turn", b"_turn", "client_id", b"client_id", "context_tokens", b"context_tokens", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "keys", b"keys", "previous_reply_tokens", b"previous_reply_tokens", "request_id", b"request_id", "root_key", b"root_key", "session", b"session", "shard", b"shard", "share_counts", b"share_counts", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__context_tokens: _TypeAlias = _typing.Literal["context_tokens"]  # noqa: Y015
     _WhichOneofArgType__context_tokens: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens"]  # noqa: Y015
@@ -705,12 +709,15 @@ class AbortTurnRequest(_message.Message):
     TURN_ID_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     client_id: _builtins.int
     incarnation: _builtins.bytes
     turn_id: _builtins.int
     shard: _builtins.int
     failure: _builtins.str
     """not empty: a write failed, the session file is sealed"""
+    request_id: _builtins.int
+    """with turn_id 0: whatever turn this call of BeginTurn began"""
     def __init__(
         self,
         *,
@@ -719,10 +726,11 @@ class AbortTurnRequest(_message.Message):
         turn_id: _builtins.int = ...,
         shard: _builtins.int = ...,
         failure: _builtins.str = ...,
+        request_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "failure", b"failure", "incarnation", b"incarnation", "shard", b"shard", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "failure", b"failure", "incarnation", b"incarnation", "request_id", b"request_id", "shard", b"shard", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -218,3 +218,28 @@ def test_an_abort_that_was_not_heard_is_said_again(daemon, client, monkeypatch):
     connection = client._connection
     client.close()
     assert connection.handover._socket.fileno() == -1, "the end of the connection says it, too"
+
+
+def test_a_turn_whose_beginning_was_not_heard_of_is_disowned(daemon, client, monkeypatch):
+    """The daemon may have begun it just as we stopped waiting; its grant would last as long as our connection."""
+    monkeypatch.setattr("flatcake_client.space.ABORT_AGAIN_S", 0.0)
+    kv = Kv(client)
+    keys = kv.space.keys(kv.tokens(1, 3))
+    kv.space.lookup(keys)
+    daemon.fail["begin_turn"] = threading.Event()
+    daemon.fail["abort_turn"] = grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(fc.Unavailable):
+        kv.space.begin_turn(keys, timeout_s=0.1)
+    daemon.fail.pop("begin_turn").set()
+    kv.space.lookup(keys)
+    assert not daemon.unheard, "what was not heard is said again"
+    del daemon.fail["abort_turn"]
+    until(lambda: (kv.space.lookup(keys), daemon.unheard)[1])
+    assert daemon.unheard == [daemon.last_begin.request_id]
+    kv.space.lookup(keys)
+    assert len(daemon.unheard) == 1
+    daemon.fail["begin_turn"] = grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(fc.Overloaded):
+        kv.space.begin_turn(keys)
+    kv.space.lookup(keys)
+    assert len(daemon.unheard) == 1, "one that was refused has begun nothing"

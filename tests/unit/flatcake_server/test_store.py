@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from core import Core, chain
 
-from flatcake_server.clients import StaleClient
-from flatcake_server.store import UnknownSpace, UnknownTurn
+from flatcake_server.clients import StaleClient, UnknownSpace, UnknownTurn
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
 
@@ -92,6 +91,19 @@ def test_a_client_that_goes_takes_its_turns_and_leases_with_it(core):
     with pytest.raises(StaleClient):
         core.store.client(core.clients[0])
     core.do(core.store.client_gone(core.clients[0]))
+
+
+def test_a_turn_whose_beginning_was_not_heard_of_is_given_back(core):
+    for client, call in ((0, 5), (1, 7)):
+        core.do(core.begin(ONE, [client], client=client, session=f"s{call}", request_id=call))
+    core.do(core.store.abort_unheard(core.clients[0], 7))  # another's call of that name
+    core.do(core.store.abort_unheard(core.clients[0], 9))  # one that began nothing
+    assert len(core.store.turns) == 2
+    core.do(core.store.abort_unheard(core.clients[1], 7))
+    (turn,) = core.store.turns.values()
+    assert turn.requests == {0: 5}
+    core.do(core.store.abort_unheard(core.clients[0], 5))
+    core.check_rest()
 
 
 def test_a_client_that_goes_while_room_is_made_for_it_gets_no_turn(tmp_path):
