@@ -172,13 +172,47 @@ def test_what_was_dropped_is_withdrawn_and_a_stale_entry_is_a_miss(three, server
 
 
 def test_a_number_that_is_taken_is_refused_clearly(tmp_path, server, three):
-    twin = node(tmp_path, 9, node_id=2, directory="redis", redis_url=server.url)
-    with contextlib.suppress(AssertionError):  # it may have served its own socket for a moment
-        twin.start()
-    assert twin.wait(20)
-    assert twin.process.returncode == 3
-    assert re.search(r"node 2 of cluster flatcake is at 127\.0\.0\.1:\d+ already.*--node-id", twin.log_tail())
-    assert cluster_of(three[1])["state"] == "joined"
+    told = {"directory": "redis", "redis_url": server.url}
+    late, *both = twins = [node(tmp_path, n, node_id=n_id, **told) for n, n_id in ((7, 2), (8, 9), (9, 9))]
+
+    def start(twin):
+        with contextlib.suppress(AssertionError):  # it may have served its own socket for a moment
+            twin.start()
+
+    with contextlib.ExitStack() as stack:
+        for twin in twins:
+            stack.callback(twin.__exit__)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(start, twins))
+        assert late.wait(20)
+        until(lambda: sum(twin.wait(0) for twin in both) == 1, 20)  # of two that start at once one has it
+        refused = next(twin for twin in both if twin.wait(0))
+        for twin, number in ((late, 2), (refused, 9)):
+            assert twin.process.returncode == 3
+            said = rf"node {number} of cluster flatcake is at 127\.0\.0\.1:\d+ already.*--node-id"
+            assert re.search(said, twin.log_tail())
+        for twin in (three[1], *(twin for twin in both if twin is not refused)):
+            twin.until(lambda status: status["cluster"]["state"] == "joined")
+            twin.check()
+        twin.stop()  # it says so: the next test need not wait for its number to lapse
+
+
+def test_sixty_four_clients_that_come_at_once_are_answered(three):
+    """(Sixteen nodes at once: tests/unit/flatcake_server/cluster/test_peers.py, in one process.)"""
+    keys = keys_of(64, seed=18)
+    store(three[1], keys)
+    published(three[1])
+
+    def ask(number):
+        with Wire(three[number % 3].endpoint) as wire, wire.handover():
+            return remote(wire, keys)[0]
+
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(ask, range(64)))
+    assert all(answer in ([], [(2, 64)]) for answer in answers), "a hit or a miss"
+    assert answers.count([(2, 64)]) >= 60
+    for each in three:  # given back: they would lapse after 8 s
+        each.until(lambda status: (status["leases"], status["clients"] - status["cluster"]["attached"]) == (0, 0), 6)
 
 
 def test_the_directory_goes_and_comes_back_without_its_data(three, server):
