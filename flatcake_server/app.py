@@ -103,6 +103,8 @@ class Node:
         )
         self.cluster: Cluster | None = None  # None: a node by itself
         self.timings = Timings()
+        self._undo = contextlib.AsyncExitStack()  # of what has been taken, the last first
+        self._rested = True
         self._web: web.AppRunner | None = None
         self._ticker: asyncio.Task[None] | None = None
         self.grpc_port = 0
@@ -117,6 +119,10 @@ class Node:
             raise Unavailable(
                 f"no memory of {approximate_size(config.memory_bytes)}: {error.strerror}: lower memory_bytes"
             ) from error
+        self._undo.callback(self.arena.close)
+        self._undo.push_async_callback(self._close_disks)
+        self._undo.push_async_callback(self._close_web)
+        self._undo.push_async_callback(self._drain)
         reserver = Reserver(
             self.catalog,
             self.memory,
@@ -158,9 +164,12 @@ class Node:
         config = self.config
         mode = int(config.socket_mode, 8)
         self.handover = Handover(self.store, self.arena, config.handover_path, mode, config.clients_max)
+        self._undo.push_async_callback(self.handover.close)
+        self._undo.push_async_callback(self._close_wire)
         secrets_ = load_node_secrets(config)
         self.cluster = cluster = build_cluster(config, self.store, self.arena, self.identity, secrets_, self.timings)
         if cluster is not None:
+            self._undo.push_async_callback(cluster.stop)  # first of all: no peer comes any more
             self.handover.exported_files = cluster.remote.exported_files
         self.reports = Reports(
             self.store,
@@ -202,9 +211,7 @@ class Node:
             self.build_store()
             self._build_wire()
             self.adopt()
-            for disk in self.disks.values():
-                if not disk.failure:
-                    await self._fit_quota(disk)
+            await self._fit_bounds()
             self.handover.start()
             tcp = parse_listen(self.config.grpc_listen)
             mode = int(self.config.socket_mode, 8)
@@ -215,11 +222,13 @@ class Node:
                 self._web, self.http = await start_web(application, http)
             if self.cluster is not None:
                 await self.cluster.start(advertised(self.config, self.grpc_port))
-        except OSError as error:
-            await self.stop()
-            raise Unavailable(f"cannot start: {error}") from error
-        except BaseException:
-            await self.stop()
+        except BaseException as error:
+            try:
+                await self.stop()
+            except Exception:  # why it could not start is what to tell
+                log.exception("something could not be let go of")
+            if isinstance(error, OSError):
+                raise Unavailable(f"cannot start: {error}") from error
             raise
         self._ticker = asyncio.ensure_future(self._tick())
         self.reports.ready_s = time.monotonic() - self._started_s
@@ -249,6 +258,9 @@ class Node:
         for disk, image in images:
             with self._or_without(disk):
                 sessions += adopt(disk, image, self.ssd_range, self.config.node_id, taken)
+        blocks = sum(session.blocks for session in sessions)
+        if blocks > self.config.index_blocks_max:  # made smaller since the last start: `_fit_bounds` drops the rest
+            self.catalog.index = BlockIndex(blocks, seed=secrets.randbits(63))
         self.catalog.load(sorted(sessions, key=lambda session: session.last_used_s))
 
     @contextlib.contextmanager
@@ -264,12 +276,24 @@ class Node:
             disk.failure = str(error)
             log.error("SSD path %s is out of service: %s", disk.path, error)
 
-    async def _fit_quota(self, disk: Disk) -> None:
-        """A quota made smaller since the last start holds from the first request on."""
-        try:
-            await self.retirement.make_room(disk, 0)
-        except Overloaded as error:
-            log.warning("%s holds more than its quota and nothing can go: %s", disk.path, error)
+    async def _fit_bounds(self) -> None:
+        """Bounds made smaller since the last start hold from the first request on."""
+        stored, sessions, blocks_max = len(self.catalog.index), len(self.catalog), self.config.index_blocks_max
+        await self.retirement.make_index_room(0, blocks_max)
+        if len(self.catalog) < sessions:
+            left = stored - len(self.catalog.index), sessions - len(self.catalog)
+            log.warning(
+                "%d blocks were stored, index_blocks_max is %d: dropped %d, of %d sessions, least recently used",
+                stored,
+                blocks_max,
+                *left,
+            )
+        for disk in self.disks.values():
+            try:
+                if not disk.failure:
+                    await self.retirement.make_room(disk, 0)
+            except Overloaded as error:
+                log.warning("%s holds more than its quota and nothing can go: %s", disk.path, error)
 
     def healthy(self) -> str:
         """Empty, or why this node cannot serve."""
@@ -294,35 +318,42 @@ class Node:
             log.exception("housekeeping failed in a way nobody foresaw; it goes on")
 
     async def stop(self) -> bool:
-        """Drain and let everything go. Twice is fine; also after a start that failed half way.
+        """Drain and let everything go. Twice is fine; also after a start that failed half way, wherever it failed.
 
         Returns:
             False where a disk hangs: its threads will not end, and the process must be ended under them.
         """
-        rested = True
-        if hasattr(self, "rpc"):
+        if hasattr(self, "store"):
             self.store.draining = True
-            if self.cluster is not None:  # no peer comes any more
-                await self.cluster.stop()
-            await self.rpc.set_serving(serving=False)
-            deadline_s = time.monotonic() + self.config.drain_timeout
-            while self.store.turns and time.monotonic() < deadline_s:
-                await asyncio.sleep(0.02)
-            await self.rpc.stop(0.5)
-            if self._ticker is not None:
-                self._ticker.cancel()
-            await self.handover.close()
-            rested = await _in_time(self.retirement.drain(), self.config.drain_timeout)
+        await self._undo.aclose()
+        return self._rested
+
+    async def _close_wire(self) -> None:
+        """Wait for open turns, then answer nobody any more."""
+        if not hasattr(self, "rpc"):
+            return
+        await self.rpc.set_serving(serving=False)
+        deadline_s = time.monotonic() + self.config.drain_timeout
+        while self.store.turns and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        await self.rpc.stop(0.5)
+        if self._ticker is not None:
+            self._ticker.cancel()
+
+    async def _drain(self) -> None:
+        self._rested = await _in_time(self.retirement.drain(), self.config.drain_timeout)
+
+    async def _close_web(self) -> None:
         if self._web is not None:
             await self._web.cleanup()
             self._web = None
+
+    async def _close_disks(self) -> None:
         for disk in self.disks.values():
             closing = asyncio.get_running_loop().run_in_executor(None, disk.close)
-            if not (rested := await _in_time(closing, CLOSE_TIMEOUT_S) and rested):
+            if not await _in_time(closing, CLOSE_TIMEOUT_S):
+                self._rested = False
                 log.error("SSD path %s hangs; it is left as it is, as a kill would", disk.path)
-        if hasattr(self, "arena"):
-            self.arena.close()
-        return rested
 
 
 async def _in_time(work: Awaitable[object], timeout_s: float) -> bool:

@@ -77,7 +77,13 @@ def _check_path(path: Path, *, data: bool, rebuild: bool) -> dict[str, Any]:
     rebuilt: dict[str, Any] = {}
     if rebuild:
         with progress_bar(f"rebuilding {path}") as step:
-            rebuilt = {"rebuilt": offline.rebuild(path, progress=step)}
+            counts = offline.rebuild(path, progress=step)
+        rebuilt = {"rebuilt": counts}
+        if counts["unchecked_segments"]:
+            print_error(
+                f"{path}: {counts['unchecked_segments']} segments have no checksums (they were stored with verify = off) and "
+                "the old journal has none of them: nothing proves their bytes, so they are forgotten"
+            )
     with progress_bar(f"checking {path}") as step:
         report = offline.check(path, data=data, progress=step)
     return {"path": str(path), "ok": report.ok, **rebuilt, **report.facts, "findings": list(report.findings)}

@@ -17,7 +17,7 @@ class StaleClient(LookupError):
 
 
 class UnknownSpace(LookupError):
-    """The space is not open here: the daemon restarted. The client opens it and tries once more."""
+    """The space is not open here: the daemon restarted, or forgot it. The client opens it and tries once more."""
 
 
 class UnknownTurn(LookupError):

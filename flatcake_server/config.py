@@ -184,7 +184,9 @@ class NodeConfig(BaseModel):
         description="A reader without progress for so long loses its lease: blocks of a stuck engine can be reclaimed.",
     )
     verify: Literal["off", "remote", "all"] = Field(
-        "remote", description="Which reads clients check against checksums: none, those from other nodes, or all."
+        "remote",
+        description="Which reads clients check against checksums: none, those from other nodes, or all. What is stored under "
+        '"off" has none, so a rebuild of a lost journal forgets it.',
     )
     sync_commits: bool = Field(
         True,
@@ -193,11 +195,18 @@ class NodeConfig(BaseModel):
         "the machine started is forgotten. A crash of the daemon costs nothing either way.",
     )
     clients_max: Bound = Field(1024, description="Engine processes and peers connected at once.")
-    spaces_max: Bound = Field(1024, description="Spaces (a model in one layout) known at once.")
+    spaces_max: Bound = Field(
+        1024,
+        description="Spaces (a model in one layout) known at once; beyond it the one used least recently is opened again.",
+    )
     sessions_max: Bound = Field(
         1_000_000, description="Sessions stored at once; about 1 KiB of the daemon's memory each."
     )
-    index_blocks_max: Bound = Field(20_000_000, description="Blocks stored at once; at most 50 B of memory each.")
+    index_blocks_max: Bound = Field(
+        20_000_000,
+        description="Blocks stored at once; at most 50 B of memory each. Made smaller, the next start drops sessions used "
+        "least recently.",
+    )
     leases_max: Bound = Field(65_536, description="Leases of readers alive at once.")
     open_turns_max: Bound = Field(4096, description="Turns being written at once.")
     disk_queue_max: Bound = Field(

@@ -5,7 +5,7 @@ client is gone and all it held is given back. Descriptors are read-only for a le
 ever named to a client. Opening may block on a disk, so it runs in the disk's threads.
 
 Faults survived: a client that speaks nonsense, never attaches, or floods (its connection is closed); a file that cannot
-be opened (a reply that says so).
+be opened (to read: it is left out, and its blocks are a miss; to write: a reply that says so).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -134,7 +135,8 @@ class Handover:
                 return Reply(file_ids=(0,), direct=(False,)), [os.dup(self._arena.fd)]
             if request.verb is Verb.LEASE:
                 files = self._store.files_of_lease(client_id, request.subject_id)
-                return await _opened(files, request.start, lambda disk: disk.files.open_read)
+                unopened = partial(self._store.unopened, request.subject_id)
+                return await _opened(files, request.start, lambda disk: disk.files.open_read, unopened)
             if request.verb is Verb.REMOTE:
                 opened = await self.exported_files(client_id, request.subject_id) if self.exported_files else {}
                 return _handed(opened)
@@ -159,14 +161,31 @@ def _handed(opened: dict[int, int]) -> tuple[Reply, list[int]]:
 
 
 async def _opened(
-    files: dict[FileId, Disk], start: int, opener: Callable[[Disk], Callable[[FileId], int]]
+    files: dict[FileId, Disk],
+    start: int,
+    opener: Callable[[Disk], Callable[[FileId], int]],
+    unopened: Callable[[FileId, FlatCakeError], Awaitable[None]] | None = None,
 ) -> tuple[Reply, list[int]]:
-    ids = list(files)[start : start + FDS_MAX]
+    """As many of the files from `start` on as a message carries.
+
+    Args:
+        unopened: told of a file that cannot be opened, and takes it out of `files`; without it, that is an error.
+    """
+    ids: list[FileId] = []
     fds: list[int] = []
     try:
-        for file_id in ids:
+        for file_id in list(files)[start:]:
+            if len(ids) == FDS_MAX:
+                break
             files[file_id].admit()
-            fds.append(await files[file_id].run(opener(files[file_id]), file_id))
+            try:
+                fds.append(await files[file_id].run(opener(files[file_id]), file_id))
+            except Unavailable as error:
+                if unopened is None:
+                    raise
+                await unopened(file_id, error)
+            else:
+                ids.append(file_id)
     except BaseException:
         for fd in fds:
             os.close(fd)

@@ -13,7 +13,7 @@ FORMAT.md has the bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -120,6 +120,15 @@ def read_image(records: RecordStore, node_id: int, boot_id: bytes, *, fresh: boo
         fresh=fresh,
         forgotten=forgotten,
     )
+
+
+def read_vouched(records: RecordStore) -> Iterator[tuple[Generation, tuple[int, int, bytes]]]:
+    """Segments whose bytes are on the disk by word of the journal: generation; file id, offset, last key. Raises: Corrupt."""
+    for key, value in records.scan(SEGMENTS):
+        _, file_id, offset, _, _, _, blocks, _, boot = _SEGMENT.unpack_from(value)
+        if boot == SYNCED:
+            end = _SEGMENT.size + 16 * blocks
+            yield Generation(_id_of(key)), (file_id, offset, value[end - 16 : end])
 
 
 def encode_file(file: FileRecord) -> tuple[bytes, bytes]:

@@ -2,7 +2,8 @@
 
 Taken over is every segment whose footer proves itself and whose bytes agree with its checksums. All bytes are read: a
 footer can outlive its data (a power cut between the two), and a segment the store gave up as corrupt still has its footer.
-For the same reason a segment without checksums is left out. A cache may forget; it may never lie.
+For the same reason a segment without checksums (stored under `verify = off`) is taken over only where what can be read of the old
+journal still has it: then it is as good as at any start. A cache may forget; it may never lie.
 
 Files are sealed and nothing in them is changed. The new journal is made beside the old one, synced, and put in its place by
 renaming; the old one stays as `journal.old`. Killed at any moment, rebuild leaves the old journal, or the new one, or none
@@ -34,6 +35,7 @@ from flatcake_server.journal_records import (
     encode_file,
     encode_segment,
     encode_session,
+    read_vouched,
 )
 from flatcake_server.records import FileId, FileRecord, Generation, SegmentRecord, SessionNo, SessionRecord
 from flatcake_server.scan import SessionFileReader
@@ -57,6 +59,7 @@ class _Found:
     """What the files gave so far. `sessions` are numbered as they are met."""
 
     next_session_no: int
+    vouched: dict[Generation, tuple[int, int, bytes]] = field(default_factory=dict)  # by the old journal
     spaces: dict[Fingerprint, SpaceSpec] = field(default_factory=dict)
     sessions: dict[tuple[Fingerprint, str], SessionRecord] = field(default_factory=dict)
     files: list[FileRecord] = field(default_factory=list)
@@ -80,7 +83,7 @@ def rebuild(path: Path, *, progress: Progress = lambda _done, _total: None) -> d
     try:
         meta, marks = _old_meta(path)
         first = marks or (int(time.time()) << 20,) * 3
-        found = _Found(next_session_no=first[0])
+        found = _Found(next_session_no=first[0], vouched=_old_segments(path))
         _read_files(path, found, progress)
         ids = (
             found.next_session_no,
@@ -142,6 +145,9 @@ def _is_good(reader: SessionFileReader, footer: Footer, found: _Found) -> bool:
     if result.bad:
         found.corrupt_segments += 1
     elif result.unchecked:
+        here = int(footer.file_id), int(footer.file_offset), footer.keys[-1].tobytes()
+        if found.vouched.get(Generation(footer.generation)) == here:
+            return True
         found.unchecked_segments += 1
     return not result.bad and not result.unchecked
 
@@ -217,6 +223,18 @@ def _old_meta(path: Path) -> tuple[list[Record], Marks | None]:
             own = {META + one.encode() for one in OWN_META}
             return [record for record in meta.items() if record[0] not in own], (session_no, file_id, generation)
     return [], None
+
+
+def _old_segments(path: Path) -> dict[Generation, tuple[int, int, bytes]]:
+    """What the journal in place says is committed, as far as it can be read. Not the one before it: it knows of no drop since."""
+    vouched: dict[Generation, tuple[int, int, bytes]] = {}
+    with contextlib.suppress(FlatCakeError, struct.error):
+        records = RocksRecords(path / JOURNAL_NAME, read_only=True)
+        try:
+            vouched.update(read_vouched(records))
+        finally:
+            records.close()
+    return vouched
 
 
 def _replace_journal(path: Path, records: Iterable[Record]) -> None:

@@ -123,7 +123,8 @@ class Retirement:
                 max((MEMORY_POOL, *self._disks), key=lambda pool: catalog.blocks_in[pool]),
                 len(catalog.index),
             )
-            some = blocks * catalog.order.bytes_of(pool) // max(1, catalog.blocks_in[pool])
+            over = max(blocks, len(catalog.index) + blocks - blocks_max)
+            some = over * catalog.order.bytes_of(pool) // max(1, catalog.blocks_in[pool])
             await self._drop_all(pool, catalog.order.victims(pool, max(1, some), self.busy))
             if len(catalog.index) >= before:
                 return

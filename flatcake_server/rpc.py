@@ -227,7 +227,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 weights=request.weights,
                 layout=request.layout,
             )
-            self._store.open_space(spec, _fingerprint(request.fingerprint))
+            self._store.spaces.open(spec, _fingerprint(request.fingerprint))
             return store_pb2.OpenSpaceReply(fingerprint=spec.fingerprint)
 
     async def Lookup(self, request: store_pb2.LookupRequest, context: Context) -> store_pb2.LookupReply:  # noqa: N802
@@ -240,7 +240,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
             if request.remote and self._remote is not None:
                 try:
                     await self._remote.extend(
-                        reply, client_id, self._store.spaces[fingerprint], keys, sum(run.blocks for run in found.runs),
+                        reply, client_id, self._store.spaces.spec(fingerprint), keys, sum(run.blocks for run in found.runs),
                         pin=request.pin, time_s=_left_s(context),
                     )  # fmt: skip
                 except asyncio.CancelledError:  # nobody will know of this lease

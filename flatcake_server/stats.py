@@ -47,6 +47,7 @@ class Counters:
     sessions_dropped_total: int = 0  # by an operator's word
     files_trimmed_total: int = 0
     files_sealed_total: int = 0
+    files_unopened_total: int = 0  # left out of what readers were handed
     corrupt_segments_total: int = 0
     disk_failures_total: int = 0
     clients_lost_total: int = 0  # connections that ended holding something

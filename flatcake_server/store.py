@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from flatcake_server.catalog import Catalog, Session
-from flatcake_server.clients import Client, Clients, UnknownSpace, UnknownTurn
+from flatcake_server.clients import Client, Clients, UnknownTurn
 from flatcake_server.commit import Committer
 from flatcake_server.disk import Disk
 from flatcake_server.lease import LeaseTable
@@ -32,6 +32,7 @@ from flatcake_server.records import FileId, KeyArray, SessionNo, Suspect
 from flatcake_server.reserve import Numbers, Reserver
 from flatcake_server.retire import Retirement
 from flatcake_server.segments import SegmentRun
+from flatcake_server.spaces import Spaces
 from flatcake_server.turns import Part, Turn, TurnRequest, plan_parts
 from flatcake_transport.address import MISSING, Medium
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
@@ -88,7 +89,7 @@ class Store:
         self.committer = committer
         self.retirement = retirement
         self.disks = disks
-        self.spaces: dict[Fingerprint, SpaceSpec] = {}
+        self.spaces = Spaces(bounds.spaces_max)
         self.turns: dict[int, Turn] = {}
         self.counts: Counter[str] = Counter()
         self.peer_counts: Counter[str] = Counter()  # of lookups by other nodes: their engines count them as hits there
@@ -102,7 +103,7 @@ class Store:
         self._next_trim_s = 0.0
         self._files_of_lease: dict[int, dict[FileId, Disk]] = {}
 
-    # -- clients and spaces ----------------------------------------------------------------------------------------
+    # -- clients ---------------------------------------------------------------------------------------------------
 
     def hello(self, name: str) -> Client:
         return self.clients.hello(name, self._now_s())
@@ -121,23 +122,6 @@ class Store:
             for shard in [shard for shard, writer in turn.writers.items() if writer == client_id]:
                 await self._fail_shard(turn, shard, "its writer went away")
 
-    def open_space(self, spec: SpaceSpec, fingerprint: Fingerprint) -> None:
-        """Raises: ValueError: the client computed another fingerprint. Overloaded: as many spaces as there may be."""
-        if spec.fingerprint != fingerprint:
-            raise ValueError(
-                f"the client's fingerprint of the space is {fingerprint.hex()}, this daemon's {spec.fingerprint.hex()}: "
-                "their versions differ"
-            )
-        if fingerprint not in self.spaces and len(self.spaces) >= self._bounds.spaces_max:
-            raise Overloaded(f"{len(self.spaces)} spaces are open, spaces_max is {self._bounds.spaces_max}")
-        self.spaces[fingerprint] = spec
-
-    def _spec(self, fingerprint: Fingerprint) -> SpaceSpec:
-        spec = self.spaces.get(fingerprint)
-        if spec is None:
-            raise UnknownSpace(f"space {fingerprint.hex()} is not open on this daemon: open it")
-        return spec
-
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def lookup(
@@ -153,7 +137,7 @@ class Store:
 
         Raises: UnknownSpace. Overloaded: as many leases as there may be.
         """
-        spec = self._spec(fingerprint)
+        spec = self.spaces.spec(fingerprint)
         runs = self.catalog.prefix(spec, fingerprint, keys)
         counts = self.counts if counts is None else counts
         counts["lookups"] += 1
@@ -197,6 +181,21 @@ class Store:
             raise LookupError(f"lease {lease_id} has ended")
         return self._files_of_lease.get(lease_id, {})
 
+    async def unopened(self, lease_id: int, file_id: FileId, error: FlatCakeError) -> None:
+        """A file of a lease could not be opened: its blocks cannot be read under this lease, all others can.
+
+        Where it is gone they are misses from now on, so that they are stored again.
+        """
+        self.counts["files_unopened"] += 1
+        log.warning("session file %x could not be opened for a reader: %s", file_id, error)
+        disk = self._files_of_lease.get(lease_id, {}).pop(file_id, None)
+        if disk is None or disk.failure or await disk.run(disk.files.path_of(file_id).exists):
+            return
+        lease = self.leases.get(lease_id)
+        sessions = [self.catalog.sessions.get(SessionNo(no)) for no in lease.sessions] if lease else []
+        lost = [s for session in sessions if session is not None for s in session.segments if s.file_id == file_id]
+        await self.report_corrupt([Suspect(segment.address, segment.generation) for segment in lost])
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     async def begin_turn(self, client_id: int, fingerprint: Fingerprint, request: TurnRequest) -> Turn | None:
@@ -206,7 +205,7 @@ class Store:
             UnknownSpace, ValueError: the request makes no sense.
             Overloaded: no room, or too many turns. Unavailable: the disk failed, or the daemon is stopping.
         """
-        spec = self._spec(fingerprint)
+        spec = self.spaces.spec(fingerprint)
         if request.shard >= spec.shards:
             raise ValueError(f"shard {request.shard} of a space with {spec.shards}")
         if request.share_counts is not None and len(request.share_counts) != len(request.keys):

@@ -137,6 +137,7 @@ class Reports:
             sessions_dropped_total=counts["sessions_dropped"],
             files_trimmed_total=retired.counts["trimmed"],
             files_sealed_total=retired.counts["sealed"],
+            files_unopened_total=counts["files_unopened"],
             corrupt_segments_total=counts["corrupt_segments"],
             disk_failures_total=retired.counts["disk_failures"],
             clients_lost_total=counts["clients_lost"],
@@ -148,7 +149,7 @@ class Reports:
         return [asdict(row) for row in self._cluster().members] if self._cluster is not None else []
 
     def spaces(self) -> list[dict[str, Any]]:
-        spaces = dict(self._store.spaces)
+        spaces = self._store.spaces.all()
         sessions: Counter[Fingerprint] = Counter()
         blocks: Counter[Fingerprint] = Counter()
         for session in self._store.catalog.sessions.values():  # once: there may be a million of them

@@ -200,7 +200,7 @@ class Core:
     # -- what a client does ----------------------------------------------------------------------------------------
 
     def open(self, spec: SpaceSpec) -> SpaceSpec:
-        self.store.open_space(spec, spec.fingerprint)
+        self.store.spaces.open(spec, spec.fingerprint)
         return spec
 
     async def begin(

@@ -186,8 +186,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         async with Edge(context, self._timings, "peer_find"):
             spec = SpaceSpec.from_json(request.space)
             fingerprint = spec.fingerprint
-            if fingerprint not in self._store.spaces:
-                self._store.open_space(spec, fingerprint)
+            self._store.spaces.open(spec, fingerprint)
             found = self._store.lookup(
                 client_id, fingerprint, keys_of(request.keys), pin=request.pin, counts=self._store.peer_counts
             )

@@ -222,3 +222,26 @@ def test_the_plan_of_nothing():
     plan = plan_adoption(image, {7: 4096})
     assert plan.orphans == [7]
     assert not plan.sessions
+
+
+def test_an_index_made_smaller_keeps_what_was_used_last(tmp_path, caplog):
+    """A fork's parent goes after it, though its last commit is older."""
+    core = Core(tmp_path)
+    core.open(ONE)
+    core.put(ONE, [1, 2], session="parent")
+    for number in range(3, 9):
+        core.now_s += 1
+        core.put(ONE, [number] * 3, session=f"s{number}")
+    core.now_s += 1
+    core.put(ONE, [1, 2, 3], session="child")
+    core.config = core.config.model_copy(update={"index_blocks_max": 9})
+    core.restart()
+    core.do(core.node._fit_bounds())
+    assert "21 blocks were stored, index_blocks_max is 9: dropped 15, of 5 sessions" in caplog.text
+    core.open(ONE)
+    assert core.hit(ONE, [1, 2, 3])[0] == 3
+    assert [core.hit(ONE, [number] * 3)[0] for number in range(3, 9)] == [0, 0, 0, 0, 0, 3]
+    core.put(ONE, [9] * 3, session="s9")
+    assert len(core.store.catalog.index) <= 9
+    core.check()
+    core.close()

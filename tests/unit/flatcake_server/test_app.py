@@ -1,13 +1,17 @@
-"""What a start finds where its socket should be."""
+"""What a start finds where its socket should be, and what one that fails leaves behind: nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
+from pathlib import Path
 
 import pytest
 
-from flatcake_server.app import _take_socket
+from flatcake_server import app
+from flatcake_server.app import Node, _take_socket
+from flatcake_server.config import NodeConfig
 from flatcake_transport.errors import Unavailable
 
 
@@ -72,3 +76,62 @@ def test_a_directory_that_cannot_be_made_says_which_option(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(Unavailable, match="choose another --socket"):
         _take_socket(tmp_path / "file" / "fc.sock")
+
+
+STEPS = ["Arena", "load_node_secrets", "build_cluster", "Reports", "RpcServer", "adopt", "parse_listen", "start_web"]
+
+
+class Cluster:
+    """Of a node that is built and not started; letting it go fails."""
+
+    service = stats = None
+
+    def __init__(self):
+        self.remote, self.stops = self, 0
+
+    async def exported_files(self, _client_id, _lease_id):
+        return {}
+
+    async def stop(self):
+        self.stops += 1
+        raise RuntimeError("the test broke the end of the cluster")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_start_that_fails_lets_everything_go(tmp_path, monkeypatch, step):
+    """Whatever the step, and whatever fails while it is let go."""
+    config = NodeConfig(
+        socket=tmp_path / "fc.sock", ssd_paths=(tmp_path / "ssd",), ssd_bytes=1 << 30, memory_bytes=1 << 24,
+        grpc_listen="127.0.0.1:0", http_listen="127.0.0.1:0",
+    )  # fmt: skip
+    cluster = Cluster()
+
+    def fails(*_arguments, **_options):
+        raise KeyError(f"{step} was broken by the test")
+
+    async def starts():
+        with monkeypatch.context() as patch:
+            patch.setattr(app, "build_cluster", lambda *_: cluster)
+            patch.setattr(app, step, fails)
+            node = Node(config)
+            with pytest.raises(KeyError, match="broken by the test"):
+                await node.start()
+            assert await node.stop(), "twice is fine"
+        assert (cluster.stops > 0) == (STEPS.index(step) > STEPS.index("build_cluster"))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        node = Node(config)
+        await node.start()
+        assert await node.stop()
+
+    asyncio.run(starts())
+    mine = [
+        name for name in map(target_of, Path("/proc/self/fd").iterdir()) if str(tmp_path) in name or "arena" in name
+    ]
+    assert mine == []
+    assert not (tmp_path / "fc.sock.fds").exists()
+
+
+def target_of(link):
+    with contextlib.suppress(OSError):
+        return str(link.readlink())
+    return ""

@@ -245,10 +245,27 @@ def test_rebuild_finds_what_the_journal_never_heard_of(root):
     assert offline.check(root, data=True).ok
 
 
+@pytest.mark.parametrize("journal", ["whole", "damaged", "lost"])
+def test_what_has_no_checksums_is_taken_over_by_the_old_journals_word(root, journal):
+    """Stored under verify=off. One that the journal never heard of, or that may not have been on the disk, is left out."""
+    with DiskPath(root) as path:
+        path.turn("vouched", 3, algorithm=0)
+        path.turn("unsynced", 1, algorithm=0, synced=False)
+        path.turn("uncommitted", 2, algorithm=0, commit=False)
+    if journal == "lost":
+        shutil.rmtree(root / "journal")
+    elif journal == "damaged":
+        change(root, b"n", 1, lambda value: value[:3])
+    result = offline.rebuild(root)
+    assert result["unchecked_segments"] == (3 if journal == "lost" else 2)
+    assert result["segments"] == (4 if journal == "lost" else 5)
+    assert offline.check(root, data=True).ok
+
+
 def test_rebuild_leaves_out_what_is_not_proven(root):
     with DiskPath(root) as path:
         damaged = path.image.segments[0]
-        path.turn("unchecked", 2, algorithm=0)
+        path.turn("unchecked", 2, algorithm=0, commit=False)
         path.files.create(0x999, 8192)
     flip(raw_file(root, damaged.file_id), damaged.file_offset)
     result = offline.rebuild(root)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import pytest
 from core import Core, chain
 
 from flatcake_server.clients import StaleClient, UnknownSpace, UnknownTurn
+from flatcake_server.handover import Handover
 from flatcake_transport.errors import Overloaded, Unavailable
+from flatcake_transport.handoff import Request, Verb
 from flatcake_transport.space import SpaceSpec
 
 ONE = SpaceSpec("one", "u8", 16, (4096, 8192))
@@ -149,12 +154,10 @@ def test_a_full_index_makes_room_as_well(tmp_path):
 
 def test_bounds_of_spaces_and_turns(tmp_path):
     core = Core(tmp_path, spaces_max=1, open_turns_max=2)
+    core.open(TWO)
     core.open(ONE)
-    core.open(ONE)
-    with pytest.raises(Overloaded, match="spaces_max is 1"):
-        core.open(TWO)
     with pytest.raises(ValueError, match="versions differ"):
-        core.store.open_space(TWO, ONE.fingerprint)
+        core.store.spaces.open(TWO, ONE.fingerprint)
     turns = [core.do(core.begin(ONE, [number])) for number in range(2)]
     with pytest.raises(Overloaded, match="open_turns_max"):
         core.do(core.begin(ONE, [2]))
@@ -233,6 +236,66 @@ def test_a_stopping_daemon_finishes_and_begins_nothing(core):
         core.do(core.begin(ONE, [2]))
     core.do(core.commit(turn))
     assert core.hit(ONE, [1])[0] == 1
+
+
+def test_one_space_too_many_costs_the_one_used_least_recently_a_second_opening(tmp_path):
+    core = Core(tmp_path, spaces_max=2)
+    core.open(ONE)
+    core.put(ONE, [1, 2])
+    core.open(TWO)
+    turn = core.do(core.begin(TWO, [1], session="t"))
+    core.hit(ONE, [1])
+    core.open(replace(ONE, model="three"))
+    assert len(core.store.spaces) == 2
+    core.hit(ONE, [1])
+    with pytest.raises(UnknownSpace):
+        core.hit(TWO, [1])
+    core.do(core.abort(turn))
+    core.open(TWO)
+    assert core.hit(TWO, [1])[0] == 0
+    with pytest.raises(UnknownSpace):
+        core.hit(replace(ONE, model="three"), [1])
+    assert core.hit(ONE, [1, 2])[0] == 2
+    core.close()
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
+def test_a_file_that_cannot_be_opened_costs_a_reader_its_blocks_only(core, monkeypatch, gone):
+    path = [1, 2, 3, 4, 5, 6, 7]
+    for blocks, session in ((2, "s"), (6, "t"), (7, "u")):
+        core.put(ONE, path[:blocks], session=session)
+    found, lease = core.hit(ONE, path, pin=True)
+    assert found == 7
+    handover = Handover(core.store, core.node.arena, core.node.config.handover_path, 0o600, 1)
+    first, second, third = core.store.files_of_lease(core.clients[0], lease)
+    files = core.node.disks[1].files
+    real = files.open_read
+    if gone:
+        files.path_of(second).unlink()
+
+    def open_read(file_id):
+        if file_id == second and not gone:
+            raise Unavailable("the test broke the open")
+        return real(file_id)
+
+    monkeypatch.setattr(files, "open_read", open_read)
+
+    def ask(start):
+        reply, fds = core.do(handover._answer(core.clients[0], Request(Verb.LEASE, lease, start)))
+        for fd in fds:
+            os.close(fd)
+        assert len(fds) == len(reply.file_ids)
+        return reply.file_ids, reply.more
+
+    assert ask(0) == ((first, third), False)
+    assert ask(1) == ((third,), False)
+    assert core.store.counts["files_unopened"] == 1, "it is tried once a lease"
+    assert core.store.lookup(core.clients[0], ONE.fingerprint, chain(ONE, path), pin=False).runs[
+        -1
+    ].segment.file_id == (first if gone else third)
+    if gone:
+        core.put(ONE, path, session="t")
+        assert core.hit(ONE, path)[0] == 7
 
 
 def test_a_lease_has_its_files_and_ends(core):
