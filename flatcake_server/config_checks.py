@@ -78,6 +78,8 @@ def refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path], socket_bytes_max: 
     """Raises: ValueError: a socket too long to bind, a relative path, or disks that lie in each other."""
     if len(os.fsencode(socket)) > socket_bytes_max:
         raise ValueError(f"socket {socket} is longer than {socket_bytes_max} bytes: choose a shorter path")
+    if "," in str(socket):
+        raise ValueError(f"socket {socket} has a comma in it: choose a path without")
     for path in (socket, *ssd_paths):
         if not path.is_absolute():
             raise ValueError(f"path {path} is relative: write it from the root, like /mnt/nvme0/flatcake")

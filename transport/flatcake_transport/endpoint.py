@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
+
+from flatcake_transport.units import PORT_MAX
 
 SOCKET_NAME: Final = "flatcake.sock"
 ENDPOINT_VARIABLE: Final = "FLATCAKE_ENDPOINT"
@@ -18,15 +21,17 @@ def grpc_target(endpoint: str) -> str:
 
     Raises: ValueError: none of them.
     """
-    if endpoint.startswith("/"):
-        return f"unix:{endpoint}"
-    if endpoint.startswith("unix:"):
-        path = endpoint.removeprefix("unix:").removeprefix("//")
-        if not path:
-            raise ValueError("endpoint unix: names no path: write unix:///run/flatcake/flatcake.sock")
-        return f"unix:{Path(path).absolute()}"
+    if endpoint.startswith(("/", "unix:")):
+        path = endpoint.removeprefix("unix:")
+        path = path.removeprefix("//") if path != endpoint else path
+        if not path or "," in path:  # to gRPC a comma begins another address, however it is written
+            raise ValueError(
+                f"endpoint {endpoint!r} names no path, or one with a comma: write unix:///run/flatcake/flatcake.sock"
+            )
+        return f"unix:{quote(str(Path(path).absolute()))}"  # to gRPC it is a URI, in which # and % mean something
     host, _, port = endpoint.rpartition(":")
-    if "://" in endpoint or not host or not port.isdecimal() or (":" in host and not host.startswith("[")):
+    named = host and port.isdecimal() and int(port) <= PORT_MAX and (":" not in host or host.startswith("["))
+    if "://" in endpoint or not named:
         raise ValueError(f"endpoint {endpoint!r} is neither unix:///path nor host:port (IPv6 as [::1]:7450)")
     return f"dns:///{endpoint}"
 

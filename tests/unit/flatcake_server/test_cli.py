@@ -60,9 +60,10 @@ def admin(tmp_path, monkeypatch):
     scripted = ScriptedAdmin()
     server = grpc.server(ThreadPoolExecutor(2))
     admin_pb2_grpc.add_AdminServicer_to_server(scripted, server)
-    server.add_insecure_port(f"unix:{tmp_path}/fc.sock")
+    (tmp_path / "node #1 100%").mkdir()
+    server.add_insecure_port(f"unix:{tmp_path}/node #1 100%/fc.sock")
     server.start()
-    monkeypatch.setenv("FLATCAKE_ENDPOINT", f"unix://{tmp_path}/fc.sock")
+    monkeypatch.setenv("FLATCAKE_ENDPOINT", f"unix://{tmp_path}/node #1 100%/fc.sock")
     yield scripted
     server.stop(None).wait()
 

@@ -147,6 +147,7 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path):
             "lease_ttl: 'y' is no duration: write seconds, or a number with a unit, like 500ms, 30s, 5m or 1h; node_id",
         ),
         ({"socket": "/" + "x" * 104}, "choose a shorter path"),
+        ({"socket": "/run/a,b/fc.sock"}, "choose a path without"),
         ({"socket_mode": "0999"}, "socket_mode: is three octal digits"),
         ({"ssd_paths": "/a,/a/b"}, "lie in each other"),
         ({"ssd_paths": "/a,/b,/a"}, "lie in each other"),

@@ -12,6 +12,8 @@ from flatcake_transport.endpoint import default_endpoint, grpc_target, is_privat
     [
         ("unix:///run/fc.sock", "unix:/run/fc.sock"),
         ("/run/fc.sock", "unix:/run/fc.sock"),
+        ("unix:/run/fc.sock", "unix:/run/fc.sock"),
+        ("/run/a b#1/100%.sock", "unix:/run/a%20b%231/100%25.sock"),
         ("localhost:7450", "dns:///localhost:7450"),
         ("[::1]:7450", "dns:///[::1]:7450"),
     ],
@@ -20,7 +22,9 @@ def test_endpoints_as_people_write_them(endpoint, target):
     assert grpc_target(endpoint) == target
 
 
-@pytest.mark.parametrize("endpoint", ["", "unix:", "unix://", "localhost", "http://x:1", "::1:7450", "host:port"])
+@pytest.mark.parametrize(
+    "endpoint", ["", "unix:", "unix://", "localhost", "http://x:1", "::1:7450", "host:port", "host:65536", "/a,b"]
+)
 def test_what_is_no_endpoint_is_refused_with_an_example(endpoint):
     with pytest.raises(ValueError, match="endpoint"):
         grpc_target(endpoint)
