@@ -124,7 +124,7 @@ def tune(
     """Replay placement and reclaim over candidate settings, and recommend thresholds, arena and SSD sizes."""
     plots = _plots(plot)
     token_bytes = _token_bytes(model, bytes_per_token)
-    rates = Rates(max(1, parse_size(memory_rate)), max(1, parse_size(ssd_rate)), prefill_rate)
+    rates = Rates(_some_bytes("--memory-rate", memory_rate), _some_bytes("--ssd-rate", ssd_rate), prefill_rate)
     limits = {"ssd_bytes_max": parse_size(ssd_bytes_max)} if ssd_bytes_max else {}
     name, traffic = _read(trace, profile, sessions, seed, spread, save_trace)
     with progress_bar("trying settings") as step:
@@ -190,10 +190,17 @@ def _counted(requests: Iterator[Request], step: Step) -> Iterator[Request]:
 
 def _token_bytes(model: str, told: str | None) -> int:
     if told is not None:
-        return max(1, parse_size(told))
+        return _some_bytes("--bytes-per-token", told)
     if model not in MODELS:
         raise ValueError(f"--model {model} is unknown: choose {', '.join(MODELS)}, or give --bytes-per-token")
     return MODELS[model]
+
+
+def _some_bytes(option: str, text: str) -> int:
+    size_bytes = parse_size(text)
+    if not size_bytes:
+        raise ValueError(f"{option} is above 0")
+    return size_bytes
 
 
 def _plots(folder: Path | None) -> Any:

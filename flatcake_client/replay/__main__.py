@@ -77,8 +77,9 @@ def write_whole(file: Path, text: str) -> None:
 def main(arguments: list[str]) -> int:
     """Raises: ValueError, FlatCakeError, OSError: as `run` below turns into a line."""
     options = parse(arguments)
-    if options.plot_dir is not None:
-        require()  # before the long work, not after it
+    if options.plot_dir is not None:  # before the long work, not after it
+        require()
+        options.plot_dir.mkdir(parents=True, exist_ok=True)
     if options.compare:
         documents = report.read_documents(options.compare)
         _show(documents, options)

@@ -76,8 +76,7 @@ def parse(arguments: Sequence[str]) -> Options:
         raise ValueError("--ablation is of --system flatcake only")
     if told.ablation and told.ablation not in ABLATIONS:
         raise ValueError(f"--ablation {told.ablation} is unknown: choose {', '.join(ABLATIONS)}")
-    if told.prefill_rate <= 0 or told.workers < 1 or told.planes < 1 or told.kv_bytes_per_token < 1 or told.rate <= 0:
-        raise ValueError("--prefill-rate, --rate, --workers, --planes and --kv-bytes-per-token are above 0")
+    _refuse_counts(told)
     shaping = Shaping(
         limit=told.limit, sessions=told.sessions, turns=told.turns, max_tokens=told.max_tokens, from_s=told.start,
         window_s=told.window, block_tokens=told.block_tokens, dense_s=told.dense, rate=told.rate, seed=told.seed,
@@ -93,6 +92,17 @@ def parse(arguments: Sequence[str]) -> Options:
         short_reply_tokens=told.short_reply_tokens, verify_all=told.verify_all, drop_caches=told.drop_caches, json_file=told.json,
         plot_dir=told.plot, each_request=told.each_request,
     )  # fmt: skip
+
+
+def _refuse_counts(told: argparse.Namespace) -> None:
+    """Raises: ValueError: a count or size that nothing can be done with."""
+    for names, least, said in (
+        ("prefill_rate rate workers planes kv_bytes_per_token timeout", 0, "above 0"),
+        ("limit sessions turns max_tokens block_tokens profile_sessions prefetches seed", -1, "0 or more"),
+    ):
+        wrong = [name for name in names.split() if getattr(told, name) <= least]
+        if wrong:
+            raise ValueError(f"--{wrong[0].replace('_', '-')} is {said}, not {getattr(told, wrong[0]):g}")
 
 
 def _loads(text: str) -> tuple[float, ...]:

@@ -23,7 +23,7 @@ import numpy as np
 import flatcake_client as fc
 from flatcake_client.replay.node import Node
 from flatcake_client.replay.system import Asked, Budget, Found, Ledger, Pages, Slots, SystemStats, names_of
-from flatcake_transport.errors import FlatCakeError
+from flatcake_transport.errors import FlatCakeError, Unavailable
 
 ABLATIONS: Final = ("one-queue", "eviction-layout", "no-merge", "window-of-one", "memory-off")
 PREFETCHES_MAX: Final = 2  # scheduler.PREFETCHES_MAX says why
@@ -65,6 +65,7 @@ class FlatCakeSystem:
                 model=f"{run_name}-{budget.block_bytes}", dtype="uint8", block_tokens=budget.block_tokens,
                 plane_bytes=[budget.plane_bytes] * budget.planes,
             )  # fmt: skip
+            _refuse_silence(self._client, endpoint)
         except BaseException:
             if self._node is not None:
                 self._node.close()
@@ -170,6 +171,12 @@ class FlatCakeSystem:
         self._client.close(CLOSE_TIMEOUT_S)
         if self._node is not None:
             self._node.close()
+
+
+def _refuse_silence(client: fc.Client, endpoint: str) -> None:
+    """Raises: Unavailable: what would be measured is how fast nobody answers."""
+    if not client.stats().connected:
+        raise Unavailable(f"no daemon answers at {endpoint}: start one with `flatcake serve`, or leave --endpoint out")
 
 
 class NoSystem:

@@ -52,6 +52,7 @@ MOONCAKE_BLOCK_TOKENS: Final = 512
 DAY_S: Final = 86_400.0
 _GOLDEN: Final = 0.618_033_988_749_895  # fractions of its multiples fill an interval evenly, however many are taken
 _STEP_LINES: Final = 64  # progress is said so often
+_IDS_MAX: Final = 1 << 26  # of one prompt: 67 million blocks are more than any engine takes, and half a GiB here
 
 Progress = Callable[[int, int], None]  # bytes of the file(s) read, and of all
 
@@ -196,6 +197,8 @@ def _read_compact(path: Path, progress: Progress | None) -> Iterator[Request]:
         before = previous.get(session, nothing)
         if len(numbers) % 2 == 0 or numbers[0] < 0 or (numbers[2::2] < 1).any():
             raise _wrong(where, f"hash_delta is keep, then pairs of start and length: not {delta[:9]}")
+        if sum(numbers[2::2].tolist()) > _IDS_MAX:
+            raise _wrong(where, f"hash_delta has more than {_IDS_MAX} blocks: not {delta[:9]}")
         if numbers[0] > len(before):
             raise _wrong(where, f"keeps {numbers[0]} ids of {session}, whose previous request has {len(before)}")
         runs = [np.arange(start, start + length) for start, length in numbers[1:].reshape(-1, 2).tolist()]
@@ -383,8 +386,8 @@ def _integers(value: object, name: str, where: str) -> Ids:
 
 def _number(fields: Mapping[str, Any], name: str, where: str) -> float:
     value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise _wrong(where, f"{name} is {value!r}: expected a number, 0 or more")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 63:
+        raise _wrong(where, f"{name} is {value!r:.40}: expected a number, 0 or more")
     return float(value)
 
 

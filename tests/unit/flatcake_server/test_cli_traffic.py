@@ -19,6 +19,7 @@ from flatcake_server import cli
         (["--profile", "nobody"], "--profile nobody is unknown: choose claude-code, chat, api"),
         (["--profile", "chat", "--model", "gpt"], "--model gpt is unknown"),
         (["--profile", "chat", "--bytes-per-token", "many"], "'many' is no size"),
+        (["--profile", "chat", "--bytes-per-token", "0"], "--bytes-per-token is above 0"),
         (["--profile", "chat", "--spread", "soon"], "'soon' is no duration"),
     ],
 )

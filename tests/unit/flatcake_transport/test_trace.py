@@ -57,6 +57,8 @@ def test_each_field_is_read(tmp_path):
         ([LINE, LINE | {"hash_delta": [0, 5]}], ":2: hash_delta is keep, then pairs"),
         ([LINE, LINE | {"hash_delta": [0, 5, 0]}], ":2: hash_delta is keep, then pairs"),
         ([LINE, LINE | {"hash_delta": [-1]}], ":2: hash_delta is keep, then pairs"),
+        ([LINE, LINE | {"hash_delta": [0, 5, 10**12]}], ":2: hash_delta has more than"),
+        ([LINE, LINE | {"t": 10**400}], ":2: t is 1000"),
         ([LINE, LINE | {"hash_delta": [5]}], ":2: keeps 5 ids of a, whose previous request has 4"),
         ([LINE, LINE | {"hash_delta": [1.5, 1, 2]}], ":2: hash_delta holds something other than integers"),
         ([LINE, LINE | {"input_tokens": 16}], ":2: 4 blocks of 16 tokens for an input of 16"),

@@ -17,7 +17,11 @@ from flatcake_client.replay.options import parse
         (["x", "--load", "1,two"], "write one like"),
         (["x", "--load", "0"], "above 0"),
         (["x", "--workers", "0"], "above 0"),
-        (["x", "--rate", "-1"], "above 0"),
+        (["x", "--rate", "-1"], "--rate is above 0, not -1"),
+        (["x", "--timeout", "0"], "--timeout is above 0"),
+        (["x", "--limit", "-1"], "--limit is 0 or more, not -1"),
+        (["x", "--max-tokens", "-5"], "--max-tokens is 0 or more"),
+        (["x", "--prefetches", "-1"], "--prefetches is 0 or more"),
     ],
 )
 def test_what_makes_no_sense_is_said(arguments, message):
