@@ -13,6 +13,7 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -45,23 +46,38 @@ def raw_get(stack: contextlib.ExitStack, target: Bytes) -> partial[float]:
     return partial(get_s, mover, process.memories()[0], target, PIECE)
 
 
-def main() -> None:
-    args = arguments(__doc__, mib=(256, "restored at once"), rounds=(5, "turns of each"))
-    blocks = args.mib * MIB // BLOCK_BYTES
-    report = Report("a restore of another node's memory, loopback")
+@contextlib.contextmanager
+def two_nodes(memory_bytes: int, **options: object) -> Iterator[tuple[Node, Node]]:
+    """Nodes 1 and 2 of one cluster, linked, which serve their memory over loopback."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         url = stack.enter_context(redis_url(Path(name)))
         nodes = []
         for number in (1, 2):
             (folder := Path(name) / str(number)).mkdir()
-            nodes.append(
-                stack.enter_context(
-                    Node(
-                        folder, node_id=number, directory="redis", redis_url=url, grpc_listen="127.0.0.1:0", node_ttl="2s",
-                        ucx_listen="127.0.0.1:0", memory_bytes=2 * blocks * BLOCK_BYTES, ssd_bytes="1GiB",
-                    )
-                )
-            )  # fmt: skip
+            told = {
+                "node_id": number,
+                "directory": "redis",
+                "redis_url": url,
+                "grpc_listen": "127.0.0.1:0",
+                "node_ttl": "2s",
+            }
+            told |= {"ucx_listen": "127.0.0.1:0", "memory_bytes": memory_bytes, "ssd_bytes": "1GiB"}
+            nodes.append(stack.enter_context(Node(folder, **told | options)))
+        yield nodes[0], nodes[1]
+
+
+def settled(nodes: tuple[Node, Node]) -> None:
+    """Return when the first knows what the second holds."""
+    while nodes[0].status()["cluster"]["links"] < 1 or nodes[1].status()["cluster"]["anchors_pending"]:
+        time.sleep(0.05)
+
+
+def main() -> None:
+    args = arguments(__doc__, mib=(256, "restored at once"), rounds=(5, "turns of each"))
+    blocks = args.mib * MIB // BLOCK_BYTES
+    report = Report("a restore of another node's memory, loopback")
+    with contextlib.ExitStack() as stack:
+        nodes = stack.enter_context(two_nodes(2 * blocks * BLOCK_BYTES))
         here, there = (stack.enter_context(fc.connect(node.endpoint, timeout_s=10)) for node in nodes)
         near, far = open_space(here), open_space(there)
         say(f"storing {blocks} blocks at node 2")
@@ -69,8 +85,7 @@ def main() -> None:
         written.fill(1)
         keys = session_keys(far, 1, blocks)
         write_session(far, keys, "s", written, [blocks], share_counts=[2] * blocks)
-        while nodes[0].status()["cluster"]["links"] < 1 or nodes[1].status()["cluster"]["anchors_pending"]:
-            time.sleep(0.05)
+        settled(nodes)
         target = aligned_buffer(blocks * BLOCK_BYTES)
         get, plain = raw_get(stack, target), PlainSocket(len(target))
         restore(near, keys, pages)

@@ -63,6 +63,7 @@ class ClientStats:
     lookup_blocks: int
     hit_blocks: int
     declined_blocks: int  # other nodes have them, and computing them takes less time than fetching
+    copied_blocks: int  # of other nodes, hot here: written here from where they were restored to
     restores: int
     read_commands: int
     bytes_read: int  # from files, with alignment and gaps

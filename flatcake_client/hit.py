@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_client.connection import Connection
+from flatcake_client.copying import keep_copy
 from flatcake_client.handover import Descriptors
 from flatcake_client.keys import KeyArray
 from flatcake_client.lease import Lease
@@ -69,6 +70,7 @@ class Hit:
         # What the footers are compared with later must not change with an array of the caller's.
         self.keys = keys[: self.blocks].copy() if keys.flags.writeable else keys[: self.blocks]
         self.failure = failure
+        self._copy_blocks = found.copy_blocks if found and found.copy_blocks <= self.blocks else 0
         self.remote: Sequence[RemoteSource] = ()
         if found is not None and connection is not None:
             self.remote = _sources(space.client, found, connection, asked_s)
@@ -192,6 +194,11 @@ class Hit:
         self._client.counts.add("bytes_read", stats.bytes_read)
         for read in restore.remote_reads:
             self._client.bandwidths.add(read, time.monotonic())
+        if self._copy_blocks and (brought := restore.brought) is not None:
+            copied = keep_copy(
+                self._space, self.keys[: self._copy_blocks], brought, restore.first_block, restore.left_s()
+            )
+            self._client.counts.add("copied_blocks", copied)
 
 
 def _sources(client: Client, found: Found, connection: Connection, asked_s: float) -> list[RemoteSource]:

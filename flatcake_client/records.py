@@ -64,12 +64,13 @@ class RemoteNode:
 class Found:
     """The longest stored prefix of a chain, in chain order. `lease_id` 0: nothing is pinned.
 
-    Runs of other nodes come last; `nodes` are those nodes.
+    Runs of other nodes come last; `nodes` are those nodes. `copy_blocks`: so much of the chain is worth a copy at this node.
     """
 
     runs: tuple[Run, ...]
     lease_id: int
     nodes: tuple[RemoteNode, ...] = ()
+    copy_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +110,4 @@ class TurnHints:
     previous_reply_tokens: int | None = None
     share_counts: tuple[int, ...] | None = None
     turn: int | None = None
+    copy: bool = False  # of what other nodes hold

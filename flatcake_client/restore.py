@@ -137,13 +137,13 @@ class Restore:
         self._hit = hit
         spec = hit.spec
         slot_array, end_block = _checked_slots(slots, first_block, hit.blocks)
-        self._first_block = first_block
+        self.first_block = first_block
         planes = range(hit.shard * spec.layers, (hit.shard + 1) * spec.layers)
         _check_target(target, slot_array, spec)
         self._progress = Progress(spec.layers, end_block - first_block)
         # Not a method of ours: with no circle, the engine's arrays are let go with us, and need no collection.
         late = lambda: now_s() >= deadline_s  # noqa: E731
-        aim = Target(tuple(target), slot_array, planes)
+        aim = self._aim = Target(tuple(target), slot_array, planes)
         keys = hit.keys[first_block:end_block]
         placed = place_runs(hit.runs, first_block, end_block, hit.layout_of)
         self._bytes = {medium.name.lower(): _useful_bytes(placed, spec, medium) for medium in Medium}
@@ -194,7 +194,7 @@ class Restore:
         self._guard()
         with self._lock:
             self._pump(self._progress.layers - 1)
-            return self._first_block + self._progress.usable()
+            return self.first_block + self._progress.usable()
 
     @property
     def stats(self) -> RestoreStats:
@@ -212,6 +212,12 @@ class Restore:
             waited_s = self._waited_s[1 : 1 + len(self._remote)]  # behind this node's files
             read = zip(self._places, self._remote, waited_s, strict=True)
             return [RemoteRead(place, path.bytes_read, seconds) for place, path, seconds in read]
+
+    @property
+    def brought(self) -> Target | None:
+        """Where the blocks from `first_block` on are, once all that were asked for are in place; None before, and else."""
+        done = self._progress.failure is None and self._done(self._progress.layers - 1)
+        return self._aim if done else None
 
     def close(self) -> None:
         """Bring no more. Copies into the engine's memory have landed when this returns. Twice is fine.
@@ -242,10 +248,10 @@ class Restore:
             wanted = layer if progress.failure is None else progress.layers - 1
             if progress.over or self._done(wanted):
                 break
-            lease.keep(self._left_s())
+            lease.keep(self.left_s())
             for path in self._remote:
-                path.keep_lease(self._left_s())
-            left_s = self._left_s()
+                path.keep_lease(self.left_s())
+            left_s = self.left_s()
             if left_s <= 0:
                 progress.stop(Unavailable(DEADLINE))
             elif not lease.alive():
@@ -274,7 +280,8 @@ class Restore:
     def _done(self, layer: int) -> bool:
         return min(path.layers_done for path in self._paths) > layer
 
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
+        """Until the deadline."""
         return self._deadline_s - self._now_s()
 
     def _finish(self) -> None:
@@ -289,7 +296,7 @@ class Restore:
         cause = self._progress.failure
         kind = RestoreCorrupt if isinstance(cause, Corrupt) else RestoreUnavailable
         error = kind(str(cause))
-        error.usable_blocks = self._first_block + self._progress.usable()
+        error.usable_blocks = self.first_block + self._progress.usable()
         error.__cause__ = cause
         return error
 

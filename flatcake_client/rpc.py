@@ -157,7 +157,7 @@ class Rpc:
                     lambda run: run.segment.node == near or _readable(run, far.get(run.segment.node)), runs
                 )
             )
-        return Found(runs, reply.lease_id, nodes)
+        return Found(runs, reply.lease_id, nodes, reply.copy_blocks)
 
     def renew(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> tuple[list[int], list[int]]:
         """Which of the leases live on, for another ttl from before this call; and of which also the part at another node."""
@@ -211,6 +211,7 @@ class Rpc:
             turn=hints.turn,
             root_key=root_key,
             request_id=request_id,
+            copy=hints.copy,
         )
         reply = self._call(self._stub.BeginTurn, request, timeout_s)
         self._check_incarnation(welcome, reply.incarnation)

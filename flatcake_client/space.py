@@ -162,6 +162,11 @@ class Space:
             self.client.counts.add("turns_refused")
             raise
 
+    def begin_copy(self, keys: KeyArray, timeout_s: float) -> Turn:
+        """As `begin_turn`, of a prefix that another node holds and this one wants. Its salt is not known, and not needed."""
+        root = root_key(self.spec.fingerprint, b"")
+        return self.client.ask(self.spec, timeout_s, partial(self._begin, keys, "", root, TurnHints(copy=True)))
+
     def _begin(
         self, keys: KeyArray, session: str, root: bytes, hints: TurnHints, connection: Connection, timeout_s: float
     ) -> Turn:

@@ -133,6 +133,7 @@ class Node:
             node_id=config.node_id,
             sessions_max=config.sessions_max,
             sizing=SizingPolicy(),
+            copy_bytes_max=int(config.copy_memory_share * config.memory_bytes) if config.copy_after_hits else 0,
             wall_s=time.time,
         )
         committer = Committer(

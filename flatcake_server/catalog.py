@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flatcake_server.index import KEY_BYTES, BlockIndex
+from flatcake_server.placement import Reason
 from flatcake_server.reclaim import ReclaimOrder, tails_of
 from flatcake_server.records import FileId, FileRecord, KeyArray, SegmentRecord, SessionNo, SessionRecord, Suspect
 from flatcake_server.segments import SegmentMap, SegmentRun
@@ -104,6 +105,7 @@ class Catalog:
         self.sessions: dict[SessionNo, Session] = {}
         self.segments_in: Counter[int] = Counter()  # by pool
         self.blocks_in: Counter[int] = Counter()
+        self.copied_bytes = 0  # of segments that are copies of other nodes' blocks
         self.watch: Callable[[Iterable[SegmentRecord], bool], None] | None = None  # told what was (un)published
         self._by_name: dict[tuple[Fingerprint, str], Session] = {}
         # Older sessions of a name, of a path that was out of service while the name went on elsewhere.
@@ -230,6 +232,7 @@ class Catalog:
     def _count(self, session: Session, segment: SegmentRecord, sign: int) -> None:
         pool = MEMORY_POOL if segment.address.medium is Medium.MEMORY else session.pool
         self.order.add_bytes(session.session_no, pool, sign * segment.total_bytes)
+        self.copied_bytes += sign * segment.total_bytes * (segment.reason == Reason.COPIED)
         self.segments_in[pool] += sign
         self.blocks_in[pool] += sign * segment.blocks
 

@@ -11,7 +11,6 @@ start, in one line that says what to do; nothing is ignored.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -20,11 +19,11 @@ import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from flatcake_server.config_checks import one_line, refuse_bad_cluster, refuse_bad_paths
+from flatcake_server.config_checks import one_line, refuse_bad_cluster, refuse_bad_paths, unknown_option
 from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
 from flatcake_transport.endpoint import socket_candidates
 from flatcake_transport.layout import ALIGN_BYTES, GRANULE_BYTES_MIN
@@ -262,6 +261,16 @@ class NodeConfig(BaseModel):
     publish_rate_max: Bound = Field(
         5000, description="Anchors (one for 16 blocks) a node tells the directory a second."
     )
+    copy_after_hits: int = Field(
+        0,
+        ge=0,
+        description="Lookups that find the same prefix at other nodes before it is copied into this node's memory: by the client "
+        "that restores it, from where it was restored to. 0: never. Helps engines that do not store what they restored.",
+    )
+    copy_memory_share: Fraction = Field(
+        0.25,
+        description="Fraction of memory_bytes that such copies may take. They take free memory only, and are reclaimed as all else.",
+    )
     peer_timeout: Duration = Field(
         2.0,
         gt=0,
@@ -390,7 +399,7 @@ def load_config(
     for source, values in sources.items():
         for name in values:
             if name not in NodeConfig.model_fields:
-                raise ConfigError(f"{source}: {_unknown(name, NodeConfig.model_fields)}")
+                raise ConfigError(f"{source}: {unknown_option(name, NodeConfig.model_fields)}")
         chosen |= values
     try:
         return NodeConfig.model_validate(chosen)
@@ -429,12 +438,6 @@ def _from_flags(flags: Mapping[str, object]) -> dict[str, object]:
             paths = tuple(Path(str(word)).absolute() for word in words if str(word))  # type: ignore[attr-defined]
             given[name] = paths if name == "ssd_paths" else paths[0] if paths else given[name]
     return given
-
-
-def _unknown(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return f"unknown option {name}: {meant}known options are {', '.join(sorted(known))}"
 
 
 def reader_of(name: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -118,3 +119,9 @@ def _bound_of(name: str, detail: Mapping[str, Any], reader: object) -> str:
     if "pattern" in context:
         return _FORMS[name]
     return next((f"{words} {write(context[key])}" for key, words in _BOUNDS.items() if key in context), "")
+
+
+def unknown_option(name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"unknown option {name}: {meant}known options are {', '.join(sorted(known))}"

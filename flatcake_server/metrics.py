@@ -76,6 +76,7 @@ _CLUSTER: Final = (
     ("flatcake_cluster_loans", "loans", "Leases of other nodes held for clients here"),
     ("flatcake_cluster_anchors", "anchors_published", "Anchors that the directory was told"),
     ("flatcake_cluster_anchors_pending", "anchors_pending", "Anchors that it is still to be told"),
+    ("flatcake_cluster_copied_bytes", "copied_bytes", "Memory that copies of other nodes' prefixes have"),
     ("flatcake_cluster_staged", "staged", "Pieces of session files that lie ready for peers"),
 )
 _CLUSTER_COUNTERS: Final = (
@@ -92,6 +93,8 @@ _CLUSTER_COUNTERS: Final = (
     ("flatcake_directory_failures", "directory_failures_total", "Times the directory did not answer"),
     ("flatcake_strangers", "strangers_total", "Peers turned away without the cluster's token"),
     ("flatcake_peer_lookups", "peer_lookups_total", "Lookups that other nodes asked of this one"),
+    ("flatcake_copies_told", "copies_told_total", "Lookups told to keep a copy of what they restore from another node"),
+    ("flatcake_copies_refused", "copies_refused_total", "Copies that found no room, or were being written already"),
     (
         "flatcake_doubts_told",
         "doubts_told_total",

@@ -3,6 +3,7 @@
 Under agent traffic memory in front of SSD filters almost no reads, so memory is no tier: it is for what is read by many
 (shared prompts) or comes back soon and small (a short exchange). The table of DESIGN section 1, first match wins:
 
+    a copy of what other nodes hold           memory   copied: and nowhere else, it is there already
     share count > 1                           memory   shared
     first turn of a session                   SSD      first-turn: most are never seen again
     context tokens > agent_context_tokens     SSD      long-context
@@ -25,6 +26,7 @@ from flatcake_transport.address import Medium
 
 
 class Reason(StrEnum):
+    COPIED = "copied"
     SHARED = "shared"
     FIRST_TURN = "first-turn"
     LONG_CONTEXT = "long-context"
@@ -61,6 +63,7 @@ class Hints:
     context_tokens: int
     previous_reply_tokens: int | None = None
     share_counts: Sequence[int] | None = None
+    copy: bool = False
 
 
 class Placed(NamedTuple):
@@ -86,6 +89,8 @@ def place(hints: Hints, policy: Policy, blocks: int) -> list[Placed]:
         raise ValueError(f"turns count from 1, not {hints.turn}")
     if hints.context_tokens < 0 or (hints.previous_reply_tokens or 0) < 0:
         raise ValueError("counts of tokens are 0 or more")
+    if hints.copy:
+        return [Placed(0, blocks, Medium.MEMORY, Reason.COPIED)]
     head = _shared_head(hints.share_counts, blocks)
     placed = [Placed(0, head, Medium.MEMORY, Reason.SHARED)] if head else []
     if head < blocks:

@@ -19,7 +19,7 @@ from flatcake_server.placement import Reason
 from flatcake_server.records import FileId, KeyArray, SessionNo
 from flatcake_server.retire import Retirement
 from flatcake_server.sizing import SizingPolicy, file_bytes
-from flatcake_server.turns import Part, PartPlan
+from flatcake_server.turns import Part, PartPlan, TurnRequest
 from flatcake_transport.address import Address, Medium
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.footer import footer_bytes
@@ -63,6 +63,7 @@ class Reserver:
         node_id: int,
         sessions_max: int,
         sizing: SizingPolicy,
+        copy_bytes_max: int,
         wall_s: Callable[[], float],
     ) -> None:
         self._catalog = catalog
@@ -74,6 +75,9 @@ class Reserver:
         self._node_id = node_id
         self._sessions_max = sessions_max
         self._sizing = sizing
+        self._copy_bytes_max = copy_bytes_max
+        self._copying: list[Part] = []
+        self.copies_refused = 0
         self._wall_s = wall_s
 
     def session(self, spec: SpaceSpec, fingerprint: Fingerprint, name: str, *, shared: bool = False) -> Session:
@@ -88,6 +92,18 @@ class Reserver:
             self._catalog.add(session)
         return session
 
+    def session_of_turn(
+        self, spec: SpaceSpec, fingerprint: Fingerprint, request: TurnRequest, first_missing: int
+    ) -> Session:
+        """The session the engine named; else the one these blocks continue; else a new fork named by its first block."""
+        if request.session:
+            return self.session(spec, fingerprint, request.session)
+        parent = request.keys[first_missing - 1].tobytes() if first_missing else request.root_key
+        session = self._catalog.session_for(fingerprint, parent)
+        if session is not None:
+            return session
+        return self.session(spec, fingerprint, f"fork/{request.keys[first_missing].tobytes().hex()}")
+
     async def reserve(self, turn_session: Session, plan: PartPlan, keys: KeyArray, root_key: bytes) -> Part:
         """Space for one segment of a turn; its session is held until `release`, or its commit.
 
@@ -99,7 +115,7 @@ class Reserver:
         """
         session, spec = turn_session, turn_session.spec
         end = plan.first_block + plan.blocks
-        if plan.reason == Reason.SHARED:
+        if plan.reason in (Reason.SHARED, Reason.COPIED):
             name = SHARED_PREFIX + keys[end - 1].tobytes().hex()
             session = self.session(spec, turn_session.fingerprint, name, shared=True)
         layout = segment_layout(spec, plan.blocks)
@@ -112,7 +128,7 @@ class Reserver:
             if session is not turn_session:
                 await self._retirement.settle(session)
             raise
-        return Part(
+        part = Part(
             plan=plan,
             session=session,
             layout=layout,
@@ -126,11 +142,33 @@ class Reserver:
             algorithms=bytearray(spec.shards),
             checksums=np.zeros(layout.granules, np.uint64),
         )
+        if reason == Reason.COPIED:
+            self._copying.append(part)
+        return part
+
+    def copy_room_bytes(self) -> int:
+        """What copies may take now: of their share what is left, and of memory what is free below the high watermark."""
+        self._copying = [part for part in self._copying if part.open]
+        copied_bytes = self._catalog.copied_bytes + sum(part.total_bytes for part in self._copying)
+        return max(0, min(self._copy_bytes_max - copied_bytes, self._retirement.memory_room_bytes()))
+
+    def _place_copy(self, session: Session, total_bytes: int) -> Address:
+        """Raises: Overloaded: no room that nobody has to make, or somebody writes this copy already."""
+        offset = None
+        if session.holds == 1 and total_bytes <= self.copy_room_bytes():
+            offset = self._memory.allocate(total_bytes)
+        if offset is None:
+            self.copies_refused += 1
+            raise Overloaded(f"a copy of {total_bytes} bytes finds no room, or is being written already")
+        return Address.of(Medium.MEMORY, self._node_id, offset)
 
     async def _place(
         self, session: Session, plan: PartPlan, total_bytes: int
     ) -> tuple[Address, str, SessionFile | None, int]:
         reason = str(plan.reason)
+        if reason == Reason.COPIED:
+            address = self._place_copy(session, total_bytes)
+            return address, reason, None, address.offset
         if not self._disks:
             await self._retirement.make_memory_room(total_bytes)
             reason = reason if plan.medium is Medium.MEMORY else NO_SSD

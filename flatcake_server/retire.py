@@ -153,8 +153,12 @@ class Retirement:
                 self._memory_futile = not victims
                 await self._drop_all(MEMORY_POOL, victims)
 
+    def memory_room_bytes(self) -> int:
+        """Free up to the high watermark; below 0 above it."""
+        return int(self._watermarks[Medium.MEMORY][0] * self._memory_quota) - self._memory.used_bytes
+
     def memory_above_watermark(self, size_bytes: int) -> bool:
-        return self._memory.used_bytes + size_bytes > self._watermarks[Medium.MEMORY][0] * self._memory_quota
+        return size_bytes > self.memory_room_bytes()
 
     def want_memory_room(self, size_bytes: int) -> None:
         """The same behind the caller's back: what it wants now goes to SSD."""

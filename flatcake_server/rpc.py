@@ -309,6 +309,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
             share_counts=list(request.share_counts) or None,
             turn=request.turn if request.HasField("turn") else None,
             request_id=request.request_id,
+            copy=request.copy,
         )
         return await self._store.begin_turn(client_id, _fingerprint(request.fingerprint), turn_request)
 

@@ -71,6 +71,8 @@ class NodeRow:
     address: str
     version: str
     incarnation: str
+    found_blocks: int = 0  # found there for engines of this node
+    copied_bytes: int = 0  # of this node's memory: copies of what others hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,9 @@ class ClusterStats:
     doubts_told_total: int = 0  # segments of others whose bytes differed when they were read here
     doubts_total: int = 0  # segments of ours that peers said so of, and that were looked at
     doubts_refuted_total: int = 0  # of these, nothing was wrong with them here
+    copies_told_total: int = 0  # lookups that were told to keep what they restore: hot here, and held elsewhere
+    copies_refused_total: int = 0  # such copies that found no room, or were being written already
+    copied_bytes: int = 0  # that copies have in memory now
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,8 @@ class Store:
             )
         if self.draining:
             raise Unavailable("the daemon is stopping")
-        join_key = (fingerprint, request.session, hashlib.sha256(request.keys.tobytes()).digest())
+        digest = hashlib.sha256(request.keys.tobytes() + bytes([request.copy])).digest()
+        join_key = (fingerprint, request.session, digest)
         turn = self._joinable(join_key, request.shard) if spec.shards > 1 else None
         if turn is not None:
             return await self._join(turn, request, client_id)
@@ -255,12 +256,12 @@ class Store:
         for held in holds:
             held.holds += 1  # what the turn continues is not what makes room for it
         try:
-            await self._make_table_room(client_id, blocks)
+            await self._make_table_room(client_id, blocks, displace=not request.copy)
             begun = self._joinable(join_key, request.shard) if spec.shards > 1 else None
             if begun is not None:  # by another shard, while room was made for both
                 await self._join(begun, request, client_id)
             else:
-                session = self._session_of_turn(spec, fingerprint, request, int(np.argmax(missing)))
+                session = self.reserver.session_of_turn(spec, fingerprint, request, int(np.argmax(missing)))
         except BaseException:
             await self._let_go(holds)
             raise
@@ -271,7 +272,7 @@ class Store:
         holds.append(session)
         turn_no = request.turn or session.turns + 1
         context_tokens = request.context_tokens or len(request.keys) * spec.block_tokens
-        hints = Hints(turn_no, context_tokens, request.previous_reply_tokens, request.share_counts)
+        hints = Hints(turn_no, context_tokens, request.previous_reply_tokens, request.share_counts, request.copy)
         plans = plan_parts(missing, hints, self._policy)
         turn = Turn(
             self._numbers.turn_id, spec, fingerprint, session, turn_no, request.keys, [], holds, join_key,
@@ -310,11 +311,12 @@ class Store:
         for held in holds:  # what the turn continued may have been quarantined meanwhile
             await self.retirement.settle(held)
 
-    async def _make_table_room(self, client_id: int, blocks: int) -> None:
+    async def _make_table_room(self, client_id: int, blocks: int, *, displace: bool) -> None:
         """Have a place in the tables for one more turn with so many blocks. Raises: Overloaded."""
         bounds, index = self._bounds, self.catalog.index
-        await self.retirement.make_session_room(bounds.sessions_max)
-        await self.retirement.make_index_room(self._reserved_blocks + blocks, bounds.index_blocks_max)
+        if displace:
+            await self.retirement.make_session_room(bounds.sessions_max)
+            await self.retirement.make_index_room(self._reserved_blocks + blocks, bounds.index_blocks_max)
         self.client(client_id)  # while room was made it may have gone, and with it whoever would end this turn
         if len(self.turns) >= bounds.open_turns_max:
             raise self._refused(Overloaded(f"{len(self.turns)} turns are being written, open_turns_max is reached"))
@@ -324,18 +326,6 @@ class Store:
     def _refused(self, error: FlatCakeError) -> FlatCakeError:
         self.counts["turns_refused"] += 1
         return error
-
-    def _session_of_turn(
-        self, spec: SpaceSpec, fingerprint: Fingerprint, request: TurnRequest, first_missing: int
-    ) -> Session:
-        """The session the engine named; else the one these blocks continue; else a new fork named by its first block."""
-        if request.session:
-            return self.reserver.session(spec, fingerprint, request.session)
-        parent = request.keys[first_missing - 1].tobytes() if first_missing else request.root_key
-        session = self.catalog.session_for(fingerprint, parent)
-        if session is not None:
-            return session
-        return self.reserver.session(spec, fingerprint, f"fork/{request.keys[first_missing].tobytes().hex()}")
 
     def turn(self, client_id: int, turn_id: int, shard: int | None = None) -> Turn:
         """A turn this client writes. Raises: UnknownTurn."""

@@ -38,6 +38,7 @@ class TurnRequest:
     share_counts: Sequence[int] | None = None
     turn: int | None = None
     request_id: int = 0
+    copy: bool = False  # of blocks of other nodes: makes no room for itself
 
 
 @dataclass(slots=True, frozen=True)

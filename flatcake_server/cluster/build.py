@@ -55,6 +55,7 @@ def build_cluster(
         leases_max=config.leases_max,
         message_bytes_max=config.message_bytes_max,
         verify=config.verify != "off",
+        copy_after_hits=config.copy_after_hits,
     )
     bounce_bytes = config.ucx_bounce_bytes // STAGED_BYTES_MAX * STAGED_BYTES_MAX if config.ssd_paths else 0
     fabric = Fabric(parse_listen(config.ucx_listen), arena, config.peer_timeout, bounce_bytes)

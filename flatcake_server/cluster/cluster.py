@@ -25,6 +25,7 @@ from flatcake_server.cluster.directory import Directory
 from flatcake_server.cluster.doubts import Doubts
 from flatcake_server.cluster.exporter import Exporter
 from flatcake_server.cluster.fabric import Fabric
+from flatcake_server.cluster.hot import HotPrefixes
 from flatcake_server.cluster.importer import Importer
 from flatcake_server.cluster.members import Member, Membership, State, Verdict
 from flatcake_server.cluster.peer_service import PeerService
@@ -66,6 +67,7 @@ class ClusterOptions:
     leases_max: int
     message_bytes_max: int
     verify: bool
+    copy_after_hits: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +117,7 @@ class Cluster:
         self.remote = RemoteLookup(
             store, self.membership, self.directory, self.peers, self._loans, self.counts, options.peer_timeout_s,
             options.verify, self._now_s, self._spawn, nvme.host, nvme.importer,
+            HotPrefixes(options.copy_after_hits) if options.copy_after_hits else None,
         )  # fmt: skip
         self._listed_s = float("-inf")
         self._refused = ""
@@ -322,6 +325,9 @@ class Cluster:
             doubts_told_total=counts["doubts_told"],
             doubts_total=counts["doubts"],
             doubts_refuted_total=counts["doubts_refuted"],
+            copies_told_total=counts["copies_told"],
+            copies_refused_total=self._store.reserver.copies_refused,
+            copied_bytes=self._store.catalog.copied_bytes,
             members=self._rows(),
         )
 
@@ -349,12 +355,23 @@ class Cluster:
 
     def _rows(self) -> tuple[NodeRow, ...]:
         membership = self.membership
-        rows = [_row(membership.me, "this node", membership.state(self._now_s()).value)]
+        copied_bytes = self._store.catalog.copied_bytes
+        rows = [_row(membership.me, "this node", membership.state(self._now_s()).value, copied_bytes=copied_bytes)]
         for _, member in sorted(membership.known.items()):
             link = "linked" if self.peers.linked(member) else "known" if self.peers.usable(member) else "silent"
-            rows.append(_row(member, link, State.JOINED.value))
+            found_blocks = self.counts[f"found_at/{member.node_id}"]
+            rows.append(_row(member, link, State.JOINED.value, found_blocks=found_blocks))
         return tuple(rows)
 
 
-def _row(member: Member, link: str, state: str) -> NodeRow:
-    return NodeRow(member.node_id, state, link, member.address, member.version, member.incarnation.hex())
+def _row(member: Member, link: str, state: str, *, found_blocks: int = 0, copied_bytes: int = 0) -> NodeRow:
+    return NodeRow(
+        member.node_id,
+        state,
+        link,
+        member.address,
+        member.version,
+        member.incarnation.hex(),
+        found_blocks,
+        copied_bytes,
+    )

@@ -17,10 +17,13 @@ from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
+import numpy as np
+
 from flatcake_proto.v1 import peer_pb2, store_pb2
-from flatcake_server.cluster.anchors import choose, probes
+from flatcake_server.cluster.anchors import anchor_lengths, choose, probes
 from flatcake_server.cluster.borrowed import Exports, Loan, Loans
 from flatcake_server.cluster.directory import TAG_BYTES, Directory, Holder
+from flatcake_server.cluster.hot import HotPrefixes
 from flatcake_server.cluster.importer import Importer
 from flatcake_server.cluster.members import Member, Membership, State
 from flatcake_server.cluster.peers import HURRY_S, Peers
@@ -58,6 +61,7 @@ class RemoteLookup:
     spawn: Callable[..., None]
     nvme_host: str = ""  # our NQN, if we read over NVMe-oF
     importer: Importer | None = None
+    hot: HotPrefixes | None = None  # what is read elsewhere again and again is told to be copied here
     _pause_s: float = float("-inf")
 
     async def extend(
@@ -86,6 +90,8 @@ class RemoteLookup:
                 )
             self.counts["remote_hits" if blocks else "remote_misses"] += 1
             self.counts["remote_blocks"] += blocks
+            if blocks and self.hot is not None and pin:
+                self._tell_hot(self.hot, reply, spec, keys, held)
         except (FlatCakeError, TimeoutError) as error:
             self.counts["remote_failures"] += 1
             log.info("a lookup ends with the local blocks: %s", error or "no answer in time")
@@ -95,6 +101,17 @@ class RemoteLookup:
         except Exception:
             self.counts["remote_failures"] += 1
             log.exception("a remote lookup failed in a way nobody foresaw; it ends with the local blocks")
+
+    def _tell_hot(
+        self, hot: HotPrefixes, reply: store_pb2.LookupReply, spec: SpaceSpec, keys: KeyArray, held: int
+    ) -> None:
+        """Say in the reply how much of the chain is worth a copy here, if any of it is."""
+        ends = np.cumsum([run.blocks for run in reply.runs])  # a shared prompt is a segment of its own at its owner
+        lengths = np.union1d(ends[ends > held], anchor_lengths(held, int(ends[-1]))).tolist()
+        room_blocks = self.store.reserver.copy_room_bytes() // spec.block_bytes
+        told = hot.found(keys, held, lengths, shards=spec.shards, room_blocks=room_blocks, now_s=self.now_s())
+        reply.copy_blocks = told
+        self.counts["copies_told"] += bool(told)
 
     async def _holders(self, anchors: Sequence[bytes], peer_time_s: float) -> Sequence[Sequence[Holder]]:
         """Who holds each of these anchors, as the directory has it."""
@@ -184,6 +201,7 @@ class RemoteLookup:
             except FlatCakeError:
                 self._give_back([loan])
                 raise
+        self.counts[f"found_at/{member.node_id}"] += blocks
         reply.runs.extend(found.runs)
         reply.nodes.add(
             node_id=member.node_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 
@@ -19,6 +20,7 @@ from flatcake_transport.address import Medium
 pytestmark = needs_redis
 
 SHARED = 48  # blocks
+SHARE = 0.03  # of 64 MiB: room for one copy of them
 
 
 @pytest.fixture
@@ -145,3 +147,39 @@ def test_what_takes_longer_to_fetch_than_to_compute_is_left_out(pair):
         assert kv.hit(tokens) == 8
         assert here.stats().declined_blocks == SHARED - 8
     two.until(lambda status: status["leases"] == 0)
+
+
+def test_a_prefix_that_is_read_elsewhere_again_and_again_is_copied_once_and_local_then(tmp_path):
+    """And what was read once is not, nor what finds no room in the share of copies."""
+    ucx_here()
+    with RedisServer(tmp_path / "redis") as redis, contextlib.ExitStack() as stack:
+        told = {"directory": "redis", "redis_url": redis.url, "ucx_listen": "127.0.0.1:0"}
+        one, two = (
+            stack.enter_context(node(tmp_path, n, copy_after_hits=2, copy_memory_share=SHARE, **told)) for n in (1, 2)
+        )
+        for each in (one, two):
+            knows(each, 2)
+        here, there = (stack.enter_context(connect(each, timeout_s=5)) for each in (one, two))
+        kv, far = Kv(here), Kv(there)
+        prompt, other = kv.tokens(1, SHARED), kv.tokens(9, SHARED)
+        agents = [kv.tokens(seed, 20, after=prompt) for seed in (2, 3, 4)]
+        for number, tokens in enumerate((prompt, *agents, other)):
+            shared = [2] * min(SHARED, len(tokens) // kv.block_tokens) + [1] * (len(tokens) // kv.block_tokens - SHARED)
+            far.store(tokens, session=f"agent{number}", share_counts=shared)
+        published(two)
+        for tokens in agents:
+            assert kv.hit(tokens) == SHARED + 20
+        assert here.stats().copied_blocks == SHARED
+        status = one.status()
+        assert status["counters"]["stored_blocks_total"] == {"memory/copied": SHARED}
+        mine, theirs = status["cluster"]["members"]
+        assert SHARED * kv.layers * kv.plane_bytes <= mine["copied_bytes"] <= SHARE * (64 << 20)
+        assert theirs["found_blocks"] == 2 * (SHARED + 20) + 20, "the third one found the prompt here"
+        moved = here.stats().movers["remote"].bytes_moved
+        assert kv.hit(prompt) == SHARED, "its bytes are compared"
+        assert here.stats().movers["remote"].bytes_moved == moved
+        for _ in range(4):
+            assert kv.hit(other) == SHARED
+        assert here.stats().copied_blocks == SHARED + 32, "as much of it as there is room for"
+        assert mine["copied_bytes"] < one.status()["cluster"]["copied_bytes"] <= SHARE * (64 << 20)
+        one.check()

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from flatcake_server.clients import UnknownTurn
-from flatcake_transport.address import MISSING
+from flatcake_transport.address import MISSING, Medium
 from flatcake_transport.errors import FlatCakeError
 from flatcake_transport.space import SpaceSpec
 
@@ -45,8 +45,10 @@ begins = st.fixed_dictionaries(
         "context_tokens": st.sampled_from([None, 100_000]),
         "previous_reply_tokens": st.sampled_from([None, 10, 10_000]),
         "turn": st.sampled_from([None, 1, 2]),
+        "copy": st.sampled_from([False, False, False, True]),
     }
 )
+COPY_SHARE = 0.4
 ends = st.tuples(st.integers(0, 30), st.sampled_from(["commit", "commit", "commit", "abort", "fail"]))
 
 
@@ -62,6 +64,8 @@ class StoreMachine(RuleBasedStateMachine):
             sessions_max=6,
             index_blocks_max=40,
             leases_max=8,
+            copy_after_hits=1,
+            copy_memory_share=COPY_SHARE,
         )
         self.open: list[tuple] = []  # (turn, spec, shard, client)
         self.leases: dict[int, tuple[int, set[bytes]]] = {}  # lease -> client, keys
@@ -117,8 +121,25 @@ class StoreMachine(RuleBasedStateMachine):
         if hasattr(self, "core"):
             self.core.faults.clear()
             self.core.check()
+            self.copies_keep_to_their_share()
             if not self.core.store.turns:
                 self.core.check_rest()
+
+    def copies_keep_to_their_share(self) -> None:
+        store = self.core.store
+        being = [part for turn in store.turns.values() for part in turn.parts if part.open and part.reason == "copied"]
+        held = [segment for segment in store.catalog.segments if segment.reason == "copied"]
+        assert all(each.address.medium is Medium.MEMORY for each in (*being, *held)), "a copy takes room on a disk"
+        copied = sum(each.total_bytes for each in held)
+        assert store.catalog.copied_bytes == copied
+        assert copied + sum(each.total_bytes for each in being) <= COPY_SHARE * self.core.config.memory_bytes
+
+    @rule(path=paths, client=st.integers(0, 2))
+    def copy(self, path, client) -> None:
+        """Displaces nothing: neither memory nor places in the tables."""
+        reasons = self.reasons_now()
+        self.core.run(self.begin(ONE, path, client, 0, "", 0, copy=True))
+        assert self.reasons_now() == reasons
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

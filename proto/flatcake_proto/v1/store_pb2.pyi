@@ -361,9 +361,12 @@ class LookupReply(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    COPY_BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """0: nothing pinned"""
     incarnation: _builtins.bytes
+    copy_blocks: _builtins.int
+    """not 0: so much of the chain is hot here; who restores it may write it as a copy (BeginTurn.copy)"""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
         """in chain order; together the longest stored prefix. Those of other nodes come last"""
@@ -379,10 +382,11 @@ class LookupReply(_message.Message):
         lease_id: _builtins.int = ...,
         incarnation: _builtins.bytes = ...,
         nodes: _abc.Iterable[Global___RemoteNode] | None = ...,
+        copy_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_id", b"lease_id", "nodes", b"nodes", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_blocks", b"copy_blocks", "incarnation", b"incarnation", "lease_id", b"lease_id", "nodes", b"nodes", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -499,6 +503,7 @@ class BeginTurnRequest(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     ROOT_KEY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    COPY_FIELD_NUMBER: _builtins.int
     client_id: _builtins.int
     incarnation: _builtins.bytes
     fingerprint: _builtins.bytes
@@ -514,6 +519,8 @@ class BeginTurnRequest(_message.Message):
     """16 bytes: the parent of keys[0], derived from fingerprint and salt"""
     request_id: _builtins.int
     """the caller's name of this call, by which it can abort the turn if the answer is lost; 0: none"""
+    copy: _builtins.bool
+    """of blocks that other nodes have: goes to memory that is free, within its share, or is refused"""
     @_builtins.property
     def share_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty, or one a key"""
@@ -533,10 +540,11 @@ class BeginTurnRequest(_message.Message):
         turn: _builtins.int | None = ...,
         root_key: _builtins.bytes = ...,
         request_id: _builtins.int = ...,
+        copy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_previous_reply_tokens", b"_previous_reply_tokens", "_turn", b"_turn", "context_tokens", b"context_tokens", "previous_reply_tokens", b"previous_reply_tokens", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_previous_reply_tokens", b"_previous_reply_tokens", "_turn", b"_turn", "client_id", b"client_id", "context_tokens", b"context_tokens", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "keys", b"keys", "previous_reply_tokens", b"previous_reply_tokens", "request_id", b"request_id", "root_key", b"root_key", "session", b"session", "shard", b"shard", "share_counts", b"share_counts", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_previous_reply_tokens", b"_previous_reply_tokens", "_turn", b"_turn", "client_id", b"client_id", "context_tokens", b"context_tokens", "copy", b"copy", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "keys", b"keys", "previous_reply_tokens", b"previous_reply_tokens", "request_id", b"request_id", "root_key", b"root_key", "session", b"session", "shard", b"shard", "share_counts", b"share_counts", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__context_tokens: _TypeAlias = _typing.Literal["context_tokens"]  # noqa: Y015
     _WhichOneofArgType__context_tokens: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens"]  # noqa: Y015

@@ -52,6 +52,7 @@ def test_negative_thresholds_are_refused(thresholds: tuple[int, int]) -> None:
 
 def test_reasons_read_as_they_are_counted() -> None:
     assert [str(reason) for reason in Reason] == [
+        "copied",
         "shared",
         "first-turn",
         "long-context",
