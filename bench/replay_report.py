@@ -34,7 +34,7 @@ from typing import Any
 
 from _verdicts import verdicts
 
-from flatcake_client.engines.demo_processes import raw_read_rates
+from flatcake_client.raw_reads import raw_read_rates
 from flatcake_client.replay.plots import load_plots
 from flatcake_client.replay.report import facts, headline, name_of, read_documents, rows
 from flatcake_transport.page import Table, write_page

@@ -75,6 +75,7 @@ app.command("check")(cli_check.check)
 app.command("analyze")(cli_traffic.analyze)
 app.command("tune")(cli_traffic.tune)
 app.command("replay", context_settings=cli_replay.PASSED_ON)(cli_replay.replay)
+app.command("bench", context_settings=cli_replay.PASSED_ON)(cli_replay.bench)
 
 
 @app.command()

@@ -30,10 +30,10 @@ from flatcake_client.engines.demo_command import Say, Told, command
 from flatcake_client.engines.demo_processes import (
     DaemonProcess,
     EngineProcess,
-    raw_read_rates,
     undisturbed,
 )
 from flatcake_client.engines.demo_report import Figures, Outcome, Record, document, show
+from flatcake_client.raw_reads import raw_read_rates
 
 KILL_AFTER_S: Final = 0.1
 RESTORE_ROUNDS: Final = 40  # of some 10 ms

@@ -1,4 +1,4 @@
-"""The demos' processes, and what the disk itself can do.
+"""The demos' processes.
 
 They are killed with SIGKILL at moments of the demo's choice and started again: a daemon on the same directory, an engine
 with nothing. Their logs are files beside it, shown when something is not as it should be.
@@ -7,7 +7,6 @@ with nothing. Their logs are files beside it, shown when something is not as it 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import select
@@ -16,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -24,16 +22,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import flatcake_client as fc
-from flatcake_transport.window import aligned_buffer
 
 START_TIMEOUT_S: Final = 120.0  # a busy machine takes a minute to import torch three times
 ANSWER_TIMEOUT_S: Final = 120.0
 PAUSE_S: Final = 0.05
 LOG_TAIL_CHARACTERS: Final = 2000
-# Raw reads, as DESIGN section 5 compares: the best of a sweep.
-READ_BYTES: Final = (256 << 10, 1 << 20, 4 << 20, 8 << 20)
-READ_THREADS: Final = (1, 4, 16)
-WRITE_BYTES: Final = 4 << 20
 
 
 class DemoFailed(Exception):
@@ -242,48 +235,3 @@ def _flatcake() -> list[str]:
     if found is None:
         raise DemoFailed("the command flatcake is not installed: pip install 'flatcake[transformers]'")
     return [found]
-
-
-def raw_read_rates(directory: Path, size_bytes: int, rounds: int) -> Iterator[tuple[str, float]]:
-    """Read a fresh file of a size with O_DIRECT preadv into touched buffers: setting and bytes a second, each of `rounds`.
-
-    Raises: OSError: the file system has no O_DIRECT, or no room.
-    """
-    path = directory / "raw-reads"
-    buffers = [aligned_buffer(max(READ_BYTES)) for _ in range(max(READ_THREADS))]
-    for buffer in buffers:
-        buffer[:] = 1
-    try:
-        with path.open("wb") as file:
-            for start in range(0, size_bytes, WRITE_BYTES):
-                file.write(buffers[0][: min(WRITE_BYTES, size_bytes - start)].tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        try:
-            for _, read_bytes, threads in itertools.product(range(rounds), READ_BYTES, READ_THREADS):
-                offsets = iter(range(0, size_bytes, read_bytes))  # `next` on it is atomic
-                seconds = _together_s(_reader(fd, offsets, buffer[:read_bytes]) for buffer in buffers[:threads])
-                yield f"{read_bytes >> 10} KiB x {threads}", size_bytes / seconds
-        finally:
-            os.close(fd)
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _reader(fd: int, offsets: Iterator[int], buffer: Any) -> Callable[[], None]:
-    def read() -> None:
-        for offset in offsets:
-            os.preadv(fd, [buffer], offset)
-
-    return read
-
-
-def _together_s(tasks: Iterator[Callable[[], None]]) -> float:
-    threads = [threading.Thread(target=task) for task in tasks]
-    started_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - started_s

@@ -18,10 +18,11 @@ from daemon import Daemon
 from flatcake_client.engines import demo
 from flatcake_client.engines.demo import Scale, main, run_demo
 from flatcake_client.engines.demo_engine import DemoEngine
-from flatcake_client.engines.demo_processes import DaemonProcess, DemoFailed, EngineProcess, raw_read_rates
+from flatcake_client.engines.demo_processes import DaemonProcess, DemoFailed, EngineProcess
 from flatcake_client.engines.demo_report import Figures, Outcome, Record, document, show
 from flatcake_client.engines.landing import Landing
 from flatcake_client.engines.models import ModelShape
+from flatcake_client.raw_reads import raw_read_rates
 
 TINY = Scale(
     shape=asdict(ModelShape()),
