@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 from typing import Any, Final
 
 import torch
 
+from flatcake_client.engines.fingerprint import config_digest, turns_by_context
 from flatcake_client.engines.landing import LayerShape
 
-# What a configuration says of its file and not of the model.
-CONFIG_NOISE: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 SAMPLES_PER_PARAMETER: Final = 64
 
 
 def probe(model: Any, arguments: tuple[str, dict[str, Any]]) -> tuple[torch.dtype, tuple[LayerShape, ...]]:
     """Shapes as the model's own cache shows them after one token. `arguments`: of `forward_arguments`.
 
-    Raises: ValueError: the model is in training mode, or its cache is not of plain keys and values.
+    Raises: ValueError: the model is in training mode, or its cache is not of plain keys and values that depend on what is before them only.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
     if model.training:
         raise ValueError("the model is in training mode, where KV is random: call model.eval() first")
+    if turns_by_context(model.config.to_dict()):
+        raise ValueError(
+            f"the rope of {type(model).__name__} turns keys by the length of the prompt (longrope, dynamic): blocks of a short "
+            "one would be wrong in a long one"
+        )
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
@@ -49,8 +52,7 @@ def probe(model: Any, arguments: tuple[str, dict[str, Any]]) -> tuple[torch.dtyp
 
 def weights_digest(model: Any) -> str:
     """Tells models apart by their configuration and samples of every parameter: milliseconds, whatever their size."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in CONFIG_NOISE}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(config_digest(model.config.to_dict()).encode())
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().reshape(-1)
         sample = flat[:: max(1, len(flat) // SAMPLES_PER_PARAMETER)][: 2 * SAMPLES_PER_PARAMETER]

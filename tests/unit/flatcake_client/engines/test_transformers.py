@@ -268,6 +268,9 @@ def test_what_cannot_be_stored_block_by_block_is_refused():
     }  # fmt: skip
     with pytest.raises(ValueError, match="SlidingWindow"):
         engine_of(model=MistralForCausalLM(MistralConfig(**small, sliding_window=8)).eval())
+    by_length = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    with pytest.raises(ValueError, match="length of the prompt"):
+        engine_of(model=LlamaForCausalLM(LlamaConfig(**small, rope_parameters=by_length)).eval())
     assert engine_of(model=LlamaForCausalLM(LlamaConfig(**small)).eval())
     with pytest.raises(ValueError, match="no causal LM"):
         engine_of(model=torch.nn.Linear(2, 2).eval())
