@@ -17,10 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -32,6 +31,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_server_args
 
 from flatcake_client import Client, Overloaded, connect
+from flatcake_client.engines.edge import Edge
+from flatcake_client.engines.sglang_model import served
 from flatcake_client.engines.sglang_pages import PageStore, host_planes, page_slots, page_tokens_of
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,6 @@ BORDERS_FOUND: Final = 4  # ranks must agree on one; the longest are enough
 SAMPLES_KEPT: Final = 1000
 SGLANG_KEYS: Final = frozenset(("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size"))
 OUR_KEYS: Final = frozenset(("endpoint", "timeout_s", "transfer_timeout_s", "weights"))
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +74,13 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
                 'FlatCake needs "interface_v1": 1 in the extra config: pages are moved without staging copies'
             )
         self._config = storage_config
-        self._weights = str(extra.get("weights", ""))
+        self._served = served()
+        self._weights_name = self._served.weights_name(str(extra.get("weights", "")))
         self.client = client_of(extra, f"sglang-tp{storage_config.tp_rank}-pp{storage_config.pp_rank}")
         self._stores: dict[str, PageStore] = {}
         self._pools: dict[str, Any] = {}
+        self._edge = Edge(log, "its pages are computed")
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._failing: set[str] = set()
         self._samples: dict[str, list[float]] = {}
         self._told_prefix = False
 
@@ -105,10 +104,11 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
         store = PageStore(
             self.client,
             host_planes(pool),
-            model=config.model_name or "sglang",
+            model=self._served.model or config.model_name or "sglang",
             dtype=dtype_of(pool.dtype, _kv_cache_dtype()),
             page_tokens=page_tokens_of(pool),
-            weights=self._weights,
+            weights_name=self._weights_name,
+            weights=self._served.weights,
             layout=" ".join((
                 LAYOUT, name, pool.layout, getattr(pool, "storage_format_tag", None) or "",
                 f"pp {config.pp_rank}/{config.pp_size} cp {config.attn_cp_rank}/{config.attn_cp_size}",
@@ -130,8 +130,10 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Pages that are stored, from the first on."""
-        found = self._try("exists", 0, lambda: self._stores[PoolName.KV.value].count(self._prefix(extra_info), keys))
-        self._count(pages_asked=len(keys), pages_found=found)
+        found = self._edge.attempt(
+            "a lookup", 0, lambda: self._stores[PoolName.KV.value].count(self._prefix(extra_info), keys)
+        )
+        self._edge.count(pages_asked=len(keys), pages_found=found)
         return found
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
@@ -140,7 +142,7 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store pages of the host pool; whether each is."""
-        if extra_info is not None and extra_info.prefix_keys is None and not self._told_prefix:
+        if extra_info is not None and getattr(extra_info, "prefix_keys", None) is None and not self._told_prefix:
             self._told_prefix = True
             log.warning(
                 'SGLang passes no prefix keys, so each batch is a chain and a file of its own: set '
@@ -157,8 +159,8 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
             self._sample("prefetch", loaded, loaded * store.page_bytes, time.monotonic() - started_s)
             return loaded
 
-        loaded = self._try("load", 0, load)
-        self._count(pages_wanted=len(keys), pages_loaded=loaded)
+        loaded = self._edge.attempt("a load", 0, load)
+        self._edge.count(pages_wanted=len(keys), pages_loaded=loaded)
         return [True] * loaded + [False] * (len(keys) - loaded)
 
     def _store(self, name: str, keys: Sequence[str], indices: Any, prefix: Sequence[str]) -> list[bool]:
@@ -168,12 +170,17 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
             store = self._stores[name]
             slots = page_slots(indices, store.page_tokens, len(keys))
             started_s = time.monotonic()
-            store.store(prefix, keys, slots)
+            try:
+                store.store(prefix, keys, slots)
+            except Overloaded as error:  # of a store that is no failure
+                self._edge.count(stores_refused=1)
+                log.info("pages were not stored: %s", error)
+                return False
             self._sample("backup", len(keys), len(keys) * store.page_bytes, time.monotonic() - started_s)
             return True
 
-        stored = self._try("store", False, store_pages)
-        self._count(pages_given=len(keys), pages_stored=len(keys) * stored)
+        stored = self._edge.attempt("a store", False, store_pages)
+        self._edge.count(pages_given=len(keys), pages_stored=len(keys) * stored)
         return [stored] * len(keys)
 
     # -- several pools -------------------------------------------------------------------------------------------------
@@ -182,11 +189,11 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
     ) -> Any:
         """The longest prefix that all pools can restore, each by its policy, and every length that was found to be."""
-        self._count(pages_asked=len(keys))
-        result = self._try(
-            "exists", PoolTransferResult.empty(), lambda: self._exists_v2(keys, pool_transfers or (), extra_info)
+        self._edge.count(pages_asked=len(keys))
+        result = self._edge.attempt(
+            "a lookup", PoolTransferResult.empty(), lambda: self._exists_v2(keys, pool_transfers or (), extra_info)
         )
-        self._count(pages_found=result.kv_hit_pages)
+        self._edge.count(pages_found=result.kv_hit_pages)
         return result
 
     def _exists_v2(self, keys: list[str], transfers: Sequence[PoolTransfer], extra_info: Any) -> Any:
@@ -248,8 +255,9 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         """Pages and GB/s of each call since the last time, for SGLang's own metrics; None if these are off."""
-        if not self._config.enable_storage_metrics:
-            return None
+        return self._edge.attempt("a metric", None, self._metrics) if self._config.enable_storage_metrics else None
+
+    def _metrics(self) -> Any:
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         with self._lock:
@@ -257,8 +265,7 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
         return StorageMetrics(**samples)
 
     def stats(self) -> StorageStats:
-        with self._lock:
-            return StorageStats(**self._counts)
+        return StorageStats(calls_failed=self._edge.failures(), **self._edge.counts())
 
     def close(self) -> None:
         """Twice is fine."""
@@ -267,32 +274,7 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
     # -- the edge ------------------------------------------------------------------------------------------------------
 
     def _prefix(self, extra_info: Any) -> Sequence[str]:
-        return tuple(extra_info.prefix_keys or ()) if extra_info is not None else ()
-
-    def _try(self, verb: str, otherwise: T, work: Callable[[], T]) -> T:
-        """Whatever fails is a miss, a count and, when it begins, a log line."""
-        try:
-            answer = work()
-        except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, SGLang computes the pages
-            if verb == "store" and isinstance(error, Overloaded):
-                self._count(stores_refused=1)
-                log.info("pages were not stored: %s", error)
-                return otherwise
-            self._count(calls_failed=1)
-            with self._lock:
-                known = verb in self._failing
-                self._failing.add(verb)
-            log.log(
-                logging.DEBUG if known else logging.WARNING, "%s of pages failed, they are computed: %r", verb, error
-            )
-            return otherwise
-        with self._lock:
-            self._failing.discard(verb)
-        return answer
-
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            self._counts.update(counts)
+        return tuple(getattr(extra_info, "prefix_keys", None) or ())
 
     def _sample(self, kind: str, pages: int, size_bytes: int, took_s: float) -> None:
         if self._config.enable_storage_metrics and pages:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, takewhile
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -39,7 +39,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from flatcake_client import Hit, Unavailable
 from flatcake_client.background import Crew
+from flatcake_client.engines.edge import Edge
 from flatcake_client.engines.sglang import LAYOUT, borders, check_settings, client_of, dtype_of
+from flatcake_client.engines.sglang_model import served
 from flatcake_client.engines.sglang_pages import PageStore, Slots
 
 log = logging.getLogger(__name__)
@@ -49,8 +51,6 @@ CHAIN_PAGES_MAX: Final = 1 << 18
 LAYERED_MAX: Final = 4  # restores that go layer by layer at once; a window each, of some twelve
 QUEUE_MAX: Final = 1024
 SETTLE_TIMEOUT_S: Final = 60.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,15 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._owner = not replicated or rank == 0
         self.client = client_of(extra, f"sglang-linker-tp{rank}-pp{params.pp_rank}")
 
+        model = served()
+        self._weights = model.weights
+        weights_name = model.weights_name(str(extra.get("weights", "")))
+
         def open_store(name: str, planes: list[Any], dtype: str, page_tokens: int) -> PageStore:
             return PageStore(
-                self.client, planes, model=server_args.model_path, page_tokens=page_tokens,
+                self.client, planes, model=model.model or server_args.model_path, page_tokens=page_tokens,
                 dtype=dtype_of(dtype, str(getattr(server_args, "kv_cache_dtype", "auto"))),
-                weights=str(extra.get("weights", "")), shards=1 if replicated else size, shard=0 if replicated else rank,
+                weights_name=weights_name, weights=model.weights, shards=1 if replicated else size, shard=0 if replicated else rank,
                 layout=f"{LAYOUT} device {name} pp {params.pp_rank}/{params.pp_size} "
                 f"cp {params.attn_cp_rank}/{params.attn_cp_size}",
             )  # fmt: skip
@@ -155,18 +159,18 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._pins: OrderedDict[str, dict[str, Pinned]] = OrderedDict()
         self._before: OrderedDict[str, str] = OrderedDict()  # page -> the page before it
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._failing: set[str] = set()
+        self._edge = Edge(log, "its pages are computed")
         log.info("FlatCake links pools %s of %d layers", ", ".join(map(str, self.pools)), self.pool_group.num_layers)
 
     # -- match ---------------------------------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Every number of pages, from the first asked for on, that all pools can restore."""
-        self._count(lookups=1)
         none: list[int] = []
-        lengths = self._try("lookups", none, lambda: self._lookup(rid, transfers))
-        self._count(pages_found=lengths[-1] if lengths else 0)
+        lengths = self._edge.attempt("a lookup", none, lambda: self._lookup(rid, transfers))
+        if not lengths:
+            self._unpin(rid)
+        self._edge.count(lookups=1, pages_found=lengths[-1] if lengths else 0)
         return lengths
 
     def _lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
@@ -185,8 +189,6 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
             else:
                 pin = pins[each.name] = Pinned(tuple(keys), *store.find(prefix, keys, pin=True))
                 lengths &= set(range(1, pin.hit.blocks - pin.first + 1))
-        if not lengths:
-            self._unpin(rid)
         while len(self._pins) > PINS_MAX:
             self._unpin(next(iter(self._pins)))
         return sorted(lengths)
@@ -199,12 +201,17 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- load ----------------------------------------------------------------------------------------------------------
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a load for the next batch."""
-        expanded: list[PoolTransfer] = self._try(
-            "loads",
-            [],
-            lambda: self.pool_group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True),
-        )
+        """Queue a load for the next batch. The answer is the same on all ranks: they are given the same, and weights change on all."""
+
+        def resolve() -> list[PoolTransfer]:
+            self._weights.salt()
+            found: list[PoolTransfer] = self.pool_group.resolve_transfers(
+                transfers, allow_partial=True, allow_missing_kv=True
+            )
+            return found
+
+        none: list[PoolTransfer] = []
+        expanded = self._edge.attempt("a request to load", none, resolve)
         if not expanded or rid in self._pending:
             return False
         self._pending[rid] = expanded
@@ -222,10 +229,12 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
         pending, self._pending = self._pending, {}
         pins = {rid: self._pins.pop(rid, {}) for rid in pending}
         index = int(self.layer_done_counter.update_producer())
-        self._count(loads=1)
-        if not self._loads.submit(partial(self._load_batch, index, pending, pins, self._ready())):
-            self._failed("loads", Unavailable("too many loads wait"))
-            self.layer_done_counter.fail(index, Unavailable("too many loads wait"))
+        self._edge.count(loads=1)
+        try:
+            if not self._loads.submit(partial(self._load_batch, index, pending, pins, self._ready())):
+                raise Unavailable("too many loads wait")  # noqa: TRY301 - the forward waits for the layers, whatever fails
+        except Exception as error:  # noqa: BLE001 - an engine's edge: who waits for a layer must hear of it
+            self._not_loaded(index, error)
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -247,8 +256,13 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
         except Exception as failure:  # noqa: BLE001 - a thread's edge: SGLang must hear of it, or it waits for ever
             error = failure
         if error is not None:
-            self._failed("loads", error)
-            self.layer_done_counter.fail(index, error)
+            self._not_loaded(index, error)
+        else:
+            self._edge.worked("a load")
+
+    def _not_loaded(self, index: int, error: Exception) -> None:
+        self._edge.failed("a load", error)
+        self.layer_done_counter.fail(index, error)
 
     def _bring(
         self, index: int, pending: dict[str, list[PoolTransfer]], pins: dict[str, dict[str, Pinned]], stack: ExitStack
@@ -281,21 +295,26 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Queue pages of all pools for storing; False if there is nothing to. Its result comes with `pop_completed_offload`."""
-        expanded: list[PoolTransfer] = self._try(
-            "offloads", [], lambda: self.pool_group.resolve_transfers(transfers, allow_partial=True)
-        )  # fmt: skip
+        none: list[PoolTransfer] = []
+        expanded = self._edge.attempt(
+            "a request to offload", none, lambda: self.pool_group.resolve_transfers(transfers, allow_partial=True)
+        )
         if not expanded:
             return False
-        keys = next((list(each.keys) for each in transfers if each.name == PoolName.KV), [])
-        prefix = self._learn(keys)
+        # From here on it has a result: SGLang reduces the results of ranks one by one, so none may lack.
         result: Future[bool] = Future()
         self._results.append(result)
         if not self._owner:
             result.set_result(True)  # another rank has the same bytes and stores them
             return True
-        queued = self._offloads.submit(partial(self._offload, result, expanded, prefix, session_id, self._ready()))
-        self._count(**{"offloads" if queued else "offloads_dropped": 1})
-        if not queued:  # a result like others: SGLang reduces the results of ranks one by one, so none may lack
+
+        def queue() -> bool:
+            prefix = self._learn(next((list(each.keys) for each in transfers if each.name == PoolName.KV), []))
+            return self._offloads.submit(partial(self._offload, result, expanded, prefix, session_id, self._ready()))
+
+        queued = self._edge.attempt("a request to offload", False, queue)
+        self._edge.count(**{"offloads" if queued else "offloads_dropped": 1})
+        if not queued:
             result.set_result(False)
         return True
 
@@ -317,14 +336,14 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 pool.store.store(() if trailing else prefix, list(each.keys), slots, session_id)
             return True
 
-        result.set_result(self._try("offloads", False, store_all))
+        result.set_result(self._edge.attempt("an offload", False, store_all))
 
     def num_completed_offloads(self) -> int:
         return sum(1 for _ in takewhile(Future.done, self._results))
 
     def pop_completed_offload(self) -> bool:
         """The result of the oldest offload: every pool has all its pages stored."""
-        return self._results.popleft().result()
+        return self._edge.attempt("a request to offload", False, lambda: self._results.popleft().result(0))
 
     # -- the end, and what all use -------------------------------------------------------------------------------------
 
@@ -333,7 +352,9 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._pending.clear()
         for rid in list(self._pins):
             self._unpin(rid)
-        if not (self._loads.settle(SETTLE_TIMEOUT_S) and self._offloads.settle(SETTLE_TIMEOUT_S)):
+        if self._loads.settle(SETTLE_TIMEOUT_S) and self._offloads.settle(SETTLE_TIMEOUT_S):
+            self._weights.flushed()
+        else:
             log.error("transfers are under way after %.0f s", SETTLE_TIMEOUT_S)
         self._results.clear()
         self.layer_done_counter.reset()
@@ -346,8 +367,12 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.client.close()
 
     def stats(self) -> LinkerStats:
-        with self._lock:
-            return LinkerStats(**self._counts)
+        failed = self._edge.failures
+        return LinkerStats(
+            lookups_failed=failed("a lookup"), loads_failed=failed("a load", "a request to load"),
+            offloads_failed=failed("an offload", "a request to offload"),
+            **self._edge.counts(),
+        )  # fmt: skip
 
     def _ready(self) -> list[Any]:
         """Events after which the pages may be touched; pages of a CPU may be at once."""
@@ -370,28 +395,6 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 chain.append(before)
                 page = before
         return chain[::-1]
-
-    def _try(self, verb: str, otherwise: T, work: Callable[[], T]) -> T:
-        try:
-            answer = work()
-        except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, SGLang goes on without
-            self._failed(verb, error)
-            return otherwise
-        with self._lock:
-            self._failing.discard(verb)
-        return answer
-
-    def _failed(self, verb: str, error: Exception) -> None:
-        """A count, and a log line when it begins."""
-        with self._lock:
-            known = verb in self._failing
-            self._failing.add(verb)
-            self._counts[f"{verb}_failed"] += 1
-        log.log(logging.DEBUG if known else logging.WARNING, "%s of pages fail: %r", verb, error)
-
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            self._counts.update(counts)
 
 
 def pool_group_of(params: Any, components: Any) -> Any:

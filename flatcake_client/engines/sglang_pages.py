@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_client import Client, Hit, Restore, Unavailable
+from flatcake_client.engines.weights import Weights
 
 VISIBLE_TIMEOUT_S: Final = 5.0  # other ranks write the same bytes at the same time; longer is a rank that failed
 VISIBLE_POLL_S: Final = 0.005
@@ -47,14 +48,18 @@ class PageStore:
         dtype: str,
         page_tokens: int,
         layout: str,
-        weights: str = "",
+        weights: Weights,
+        weights_name: str = "",
         shards: int = 1,
         shard: int = 0,
     ) -> None:
-        """Args: planes: one array a plane, (pages, ...): what a page has in it. They live as long as this.
+        """Args:
+            planes: one array a plane, (pages, ...): what a page has in it. They live as long as this.
+            weights: of the engine; while they change under its cache, all verbs raise Unavailable.
 
         Raises: ValueError: sizes that make no space.
         """
+        self._weights = weights
         self.planes = list(planes)
         self.page_tokens = page_tokens
         sizes = [int(np.prod(plane.shape[1:])) * plane.dtype.itemsize for plane in self.planes]
@@ -66,7 +71,7 @@ class PageStore:
             plane_bytes=sizes,
             shards=shards,
             shard=shard,
-            weights=weights,
+            weights=weights_name,
             layout=layout,
         )
         self._lock = threading.Lock()
@@ -78,12 +83,13 @@ class PageStore:
 
         Raises: Unavailable: the daemon could not be asked.
         """
-        hit = self.space.lookup(self._block_keys(keys), pin=pin)
+        salt = self._weights.salt()
+        hit = self.space.lookup(self._block_keys(keys, salt), pin=pin)
         if hit.failure is not None:
             raise hit.failure
         if not prefix or hit.blocks == len(keys):
             return hit, 0
-        whole = self.space.lookup(self._block_keys([*prefix, *keys]), pin=pin)
+        whole = self.space.lookup(self._block_keys([*prefix, *keys], salt), pin=pin)
         if whole.failure is None and whole.blocks - len(prefix) > hit.blocks:
             hit.release()
             return whole, len(prefix)
@@ -120,11 +126,12 @@ class PageStore:
         """Store pages from these slots, those that are not stored yet. Raises: FlatCakeError: it was not, or not all."""
         if not keys:
             return
-        block_keys, first = self._block_keys([*prefix, *keys]), len(prefix)
+        salt = self._weights.salt()
+        block_keys, first = self._block_keys([*prefix, *keys], salt), len(prefix)
         context_tokens = len(block_keys) * self.page_tokens
         if first and not self._continues(block_keys[:first]):
             block_keys, first = block_keys[first:], 0
-        with self.space.begin_turn(block_keys, session=session, context_tokens=context_tokens) as turn:
+        with self.space.begin_turn(block_keys, session=session, context_tokens=context_tokens, salt=salt) as turn:
             wanted = range(turn.blocks.start - first, turn.blocks.stop - first)
             if len(turn.blocks) and wanted.start < 0:
                 raise Unavailable("pages before this batch were reclaimed just now: it is stored another time")
@@ -155,8 +162,8 @@ class PageStore:
                     raise Unavailable("the other ranks did not store the pages before this batch")
             time.sleep(VISIBLE_POLL_S)
 
-    def _block_keys(self, hashes: Sequence[str]) -> NDArray[np.uint8]:
-        return self.space.keys_of_hashes([page.encode() for page in hashes])
+    def _block_keys(self, hashes: Sequence[str], salt: bytes) -> NDArray[np.uint8]:
+        return self.space.keys_of_hashes([page.encode() for page in hashes], salt)
 
 
 def host_planes(pool: Any) -> list[NDArray[np.uint8]]:

@@ -19,9 +19,7 @@ never restored, since its logits are what prefill is for.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,8 +28,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from flatcake_client import Client, Hit, Overloaded, Part, RestoreStats, Space, Turn
+from flatcake_client import Client, Hit, Overloaded, Part, RestoreStats, Space, Turn, Unavailable
 from flatcake_client.arrival import Arrival
+from flatcake_client.engines.edge import Edge
 from flatcake_client.engines.landing import Landing, Landings, blocks_by_place, bytes_by_medium
 from flatcake_client.engines.probing import forward_arguments, probe, weights_digest
 
@@ -163,9 +162,7 @@ class TransformersEngine:
             layout=LAYOUT,
         )
         self._landings = Landings(self._layers, self._dtype, block_tokens)
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._failing: set[str] = set()  # what failed last time, too: said when it began
+        self._edge = Edge(log, "its tokens are computed")
 
     def generate(
         self,
@@ -202,7 +199,7 @@ class TransformersEngine:
         while len(reply) < max_new_tokens and reply[-1] not in stop_tokens:
             reply.append(next(greedy))
         stored = self._store_all([*tokens, *reply], cache, hints, prompt_store) if cached else ()
-        self._count(
+        self._edge.count(
             requests=1,
             restored_tokens=restored.tokens,
             computed_tokens=len(tokens) - restored.tokens,
@@ -220,10 +217,10 @@ class TransformersEngine:
             with self._space.lookup(keys) as hit:
                 if hit.blocks:
                     return self._bring(hit)
-                self._count(restores_failed=int(hit.failure is not None))
+                self._edge.count(restores_failed=int(hit.failure is not None))
         except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the tokens are computed
-            self._count(restores_failed=1)
-            self._say("restore", f"a prefix was not restored, and is computed: {error}")
+            self._edge.count(restores_failed=1)
+            self._edge.failed("a restore", error)
         return self._empty_cache(), Restored()
 
     def store(self, tokens: Sequence[int], cache: Any, hints: RequestHints = RequestHints()) -> tuple[Part, ...]:
@@ -252,8 +249,7 @@ class TransformersEngine:
         return self._space
 
     def stats(self) -> EngineStats:
-        with self._lock:
-            return EngineStats(**self._counts)
+        return EngineStats(**self._edge.counts())
 
     def _bring(self, hit: Hit) -> tuple[Any, Restored]:
         landing = self._landings.take(hit.blocks)
@@ -274,10 +270,10 @@ class TransformersEngine:
                     prompt_store = self._prompt_store(tokens, hints)
                 if hit.blocks:
                     return self._prefill_after(hit, tokens, prompt_store)
-                self._count(restores_failed=int(hit.failure is not None))
+                self._edge.count(restores_failed=int(hit.failure is not None))
         except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the tokens are computed
-            self._count(restores_failed=1)
-            self._say("restore", f"a prefix was not restored, and is computed: {error}")
+            self._edge.count(restores_failed=1)
+            self._edge.failed("a restore", error)
             if prompt_store is not None:
                 prompt_store.drop()
                 prompt_store = None
@@ -351,8 +347,10 @@ class TransformersEngine:
     def _told(self, hit: Hit, usable: int, stats: RestoreStats, restore_s: float, waited_s: float) -> Restored:
         """What a restore was, counted and logged."""
         if usable < hit.blocks:
-            self._count(restores_cut=1)
-        self._say("restore", f"{usable} of {hit.blocks} blocks came back: the rest is computed" * (usable < hit.blocks))
+            self._edge.count(restores_cut=1)
+            self._edge.failed("a restore", Unavailable(f"{usable} of {hit.blocks} blocks came back"))
+        else:
+            self._edge.worked("a restore")
         places = blocks_by_place(hit, usable)
         return Restored(
             tokens=usable * self._block_tokens,
@@ -373,14 +371,14 @@ class TransformersEngine:
             # A reply's last token was never fed, so the cache does not hold it.
             more = self._write(tokens[: cache.get_seq_length()], cache, hints, after=parts)
         except Overloaded as error:
-            self._count(stores_refused=1)
+            self._edge.count(stores_refused=1)
             log.info("a turn was not stored: %s", error)
         except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the reply is given
-            self._count(stores_failed=1)
-            self._say("store", f"a turn was not stored: {error}")
+            self._edge.count(stores_failed=1)
+            self._edge.failed("a store", error)
         else:
-            self._say("store")
-            self._count(stored_blocks=sum(part.blocks for part in (*parts, *more)))
+            self._edge.worked("a store")
+            self._edge.count(stored_blocks=sum(part.blocks for part in (*parts, *more)))
             return (*parts, *more)
         return ()
 
@@ -424,15 +422,3 @@ class TransformersEngine:
         ids = torch.tensor([tokens], device=self._layers[0].device)
         output = self._model(input_ids=ids, use_cache=True, **{self._arguments[0]: cache}, **self._arguments[1])
         return int(output.logits[0, -1].argmax())
-
-    def _say(self, verb: str, failure: str = "") -> None:
-        """One log line when a verb begins to fail, not one a request: a daemon may be gone for hours. Counts tell the rest."""
-        with self._lock:
-            known = verb in self._failing
-            (self._failing.add if failure else self._failing.discard)(verb)
-        if failure:
-            log.log(logging.DEBUG if known else logging.WARNING, "%s", failure)
-
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            self._counts.update(counts)

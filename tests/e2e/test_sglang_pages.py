@@ -10,6 +10,7 @@ import pytest
 import flatcake_client as fc
 from flatcake_client.engines import sglang_pages
 from flatcake_client.engines.sglang_pages import PageStore, page_slots
+from flatcake_client.engines.weights import Weights
 
 PAGES = 12
 KEYS = [f"{page:064x}" for page in range(PAGES)]
@@ -22,8 +23,9 @@ def stores_of(daemon, shards=1):
         client = fc.connect(daemon.endpoint, timeout_s=2)
         planes = [np.random.default_rng(10 * shard + n).integers(0, 256, (PAGES, 4096), np.uint8) for n in range(2)]
         yield PageStore(
-            client, planes, model="m", dtype="uint8", page_tokens=4, layout="test", shards=shards, shard=shard
-        )
+            client, planes, model="m", dtype="uint8", page_tokens=4, layout="test", shards=shards, shard=shard,
+            weights=Weights("files-1", lambda: "engine-1", "flush it"),
+        )  # fmt: skip
 
 
 def check(store, keys, slots):
@@ -46,6 +48,28 @@ def test_batches_are_one_session_and_each_is_found_by_itself(daemon):
     assert store.count((), KEYS[4:]) == 8
     assert store.count((), [*KEYS[:3], "ff", *KEYS[3:]]) == 3
     check(store, KEYS[4:9], SLOTS[4:9])
+    store.space.client.close()
+
+
+def test_pages_of_other_weights_are_not_found_and_not_overwritten(daemon):
+    """The same hashes: SGLang makes them of tokens alone."""
+    (store,) = stores_of(daemon)
+    weights = store._weights
+    store.store((), KEYS[:4], SLOTS[:4])
+    weights.changed()
+    for verb in (lambda: store.count((), KEYS[:4]), lambda: store.load((), KEYS[:4], SLOTS[:4]), lambda: store.store((), KEYS[:4], SLOTS[:4])):  # fmt: skip
+        with pytest.raises(fc.Unavailable, match="flush it"):
+            verb()
+    weights.flushed()
+    assert store.count((), KEYS[:4]) == 0
+    store.store((), KEYS[:4], SLOTS[4:8])
+    store.store(KEYS[:4], KEYS[4:6], SLOTS[8:10])
+    check(store, KEYS[:4], SLOTS[4:8])
+    assert store.count((), KEYS[:6]) == 6
+    weights.changed("files-1")
+    weights.flushed()
+    assert store.count((), KEYS[:6]) == 4
+    check(store, KEYS[:4], SLOTS[:4])
     store.space.client.close()
 
 

@@ -155,6 +155,30 @@ def test_an_offload_that_is_dropped_has_a_result_in_its_place(engine, monkeypatc
     assert linker.stats().offloads_dropped == 1
 
 
+def test_a_device_that_fails_costs_a_load_and_an_offload_and_no_more(engine, monkeypatch):
+    """Events of the device are made on SGLang's scheduler thread: what they raise must not get there, nor leave a layer unanswered."""
+    harness, linker = engine.harness, engine.harness.linker
+    tokens = engine.tokens(1, 3)
+    assert engine.store(tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(linker, "_ready", lambda: (_ for _ in ()).throw(RuntimeError("device")))
+        _, _, count = harness.queue(tokens)
+        assert count == 3
+        index = linker.start_layer_wise_loading()
+        linker.layer_done_counter.set_consumer(index)
+        for layer in range(SHAPE.layers):
+            linker.layer_done_counter.wait_until(layer)
+        assert not linker.finish_layer_wise_loading(index)
+        keys = harness.hashes(engine.tokens(2, 2))
+        assert linker.offload([PoolTransfer(PoolName.KV, keys=keys, device_indices=harness.rows(harness.take(2)))])
+        assert linker.num_completed_offloads() == 1
+        assert not linker.pop_completed_offload()
+    assert engine.load(tokens) == 3
+    assert engine.store(engine.tokens(2, 2))
+    stats = linker.stats()
+    assert (stats.loads_failed, stats.offloads_failed, stats.offloads_dropped) == (1, 1, 1)
+
+
 def test_pages_that_do_not_lie_on_their_borders_are_refused(engine):
     linker = engine.harness.linker
     rows = torch.arange(1, 1 + SHAPE.block_tokens)

@@ -1,0 +1,196 @@
+"""Which model SGLang serves in this process, and with which weights: what its storage and linker interfaces do not say.
+
+Its runtime context has the model's path and how it is loaded: configuration and weight files give the names of the space. SGLang
+changes weights while it runs (`update_weights_from_disk`, `_distributed`, `_tensor`, `_ipc`, and whatever is written into them between
+`begin_` and `end_weight_update`) and tells no backend of it; a version is optional there, and anybody's choice. So hooks of SGLang's
+own registry are on the methods that every such change goes through, and on the flush of its cache.
+
+One a process, as the model and SGLang's hooks are. Where no model runs (tests of pools, tools) there is nothing to know or hook.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pkgutil
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_context, get_server_args
+from sglang.version import __version__
+
+from flatcake_client.engines.fingerprint import config_digest, folder_of, turns_by_context, weights_digest
+from flatcake_client.engines.weights import Weights
+
+log = logging.getLogger(__name__)
+
+# What changes KV of equal shapes, besides the model's own configuration.
+SETTINGS: Final = (
+    "dtype", "quantization", "quantization_param_path", "torchao_config", "modelopt_quant", "quantize_and_serve",
+    "model_impl", "kv_cache_dtype",
+)  # fmt: skip
+UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
+RESET: Final = "sglang.srt.managers.cache_controller.HiCacheController.reset"
+FLUSH: Final = "POST /flush_cache to SGLang"
+FOREIGN_LOADS: Final = frozenset(("remote_instance",))  # weights that are another engine's, whatever lies at the path
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """`model`: its name and a digest of its configuration, "" if not known; `started`: name of the weights it started with.
+
+    `sure`: nothing can have changed them before they were watched.
+    """
+
+    model: str
+    started: str
+    weights: Weights
+    sure: bool
+
+    def weights_name(self, setting: str) -> str:
+        """What names the weights in a space: also what the operator said."""
+        if self.sure or setting:
+            return f"{setting} {self.started}".strip()
+        log.warning(
+            "FlatCake was attached to a running engine, whose weights may have been changed before: nothing is shared with other "
+            'engines or restarts. Set "weights" in the extra config to name them, or attach at the start'
+        )
+        return f"engine {engine_id()}"
+
+
+@cache
+def served() -> Served:
+    """Of this process."""
+    settings = _settings()
+    path = str(settings.get("model_path") or "")
+    if not path:
+        return Served("", "", Weights("", engine_id, FLUSH), sure=True)
+    folder = folder_of(path, settings.get("revision"))
+    config = _config(folder, str(settings.get("json_model_override_args") or "{}"))
+    if turns_by_context(config):
+        log.warning(
+            "the rope of this model turns keys by the longest position in a batch, so SGLang's KV is not that of its tokens alone, in "
+            "FlatCake as in its own cache. A --context-length up to the model's original one avoids it"
+        )
+    more = {name: str(settings.get(name)) for name in SETTINGS} | {"sglang": __version__}
+    digest = config_digest(config, context_tokens=settings.get("context_length"), **more)
+    started = _on_disk(path, str(settings.get("load_format")), settings.get("revision"))
+    weights = Weights(started, engine_id, FLUSH)
+    _watch(weights)
+    arguments = get_server_args()
+    since_start = getattr(arguments, "hicache_storage_backend", None) or getattr(
+        arguments, "enable_unified_cache_external_linker", False
+    )
+    return Served(f"{Path(path).name}/{digest}", started, weights, sure=bool(since_start))
+
+
+@cache
+def engine_id() -> str:
+    """The same in all ranks of this engine, and in no other: agreed on in the store of their process group, without waiting for them."""
+    mine = uuid.uuid4().hex
+    try:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            store = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no other name for it
+            return str(store.compare_set("flatcake/engine", "", mine).decode())
+    except Exception as error:  # noqa: BLE001 - an engine's edge: ranks that differ find nothing, and that is all
+        log.warning(
+            "the ranks did not agree on a name of this engine, nothing will be found after a change of weights: %r",
+            error,
+        )
+    return mine
+
+
+def _settings() -> dict[str, Any]:
+    """Of the engine in this process, as resolved; empty where there is none. What this version does not have is left out."""
+    names = ("model_path", "revision", "load_format", "json_model_override_args", "context_length", *SETTINGS)
+    found = {}
+    for name in names:
+        try:
+            found[name] = get_context().config_leaf(name)
+        except (AttributeError, LookupError, RuntimeError, ValueError):
+            continue
+    return found
+
+
+def _config(folder: Path | None, changed: str) -> dict[str, Any]:
+    """A model's configuration with what SGLang was told to change in it; empty if it is not on this disk."""
+    try:
+        config = json.loads((folder / "config.json").read_text()) if folder is not None else {}
+        return dict(config) | dict(json.loads(changed))
+    except (OSError, ValueError) as error:
+        log.warning("the model's configuration is not part of the space's name, it cannot be read: %s", error)
+        return {"changed": changed}
+
+
+def _on_disk(path: str, load_format: str, revision: str | None) -> str:
+    """A name for the weights that are loaded from there now."""
+    if load_format in FOREIGN_LOADS:
+        return f"engine {engine_id()}"
+    folder = folder_of(path, revision)
+    try:
+        if folder is not None:
+            return weights_digest(folder, load_format)
+    except OSError as error:
+        log.warning("the weights are known by their path only, their files cannot be read: %s", error)
+    return f"{path} {revision or ''} {load_format}"
+
+
+def _watch(weights: Weights) -> None:
+    """Have it told of every change and every flush. Class methods, so also for objects that exist already."""
+    if UPDATER not in sys.modules:
+        return
+    updater = f"{UPDATER}.WeightUpdater"
+
+    def about_to_change(*_: Any, **__: Any) -> None:
+        weights.changed()
+
+    def ended(*_: Any, run_post_load: bool = False, **__: Any) -> None:
+        if run_post_load:  # none was loaded through SGLang: they were written from outside
+            weights.changed()
+
+    def from_disk(
+        original: Callable[..., Any], self: Any, model_path: str, load_format: str, *more: Any, **named: Any
+    ) -> Any:
+        before = _on_disk(model_path, load_format, None)
+        weights.changed(before)
+        done = original(self, model_path, load_format, *more, **named)
+        if not done[0] or _on_disk(model_path, load_format, None) != before:
+            weights.changed()  # what is loaded now has no name
+        return done
+
+    def flushed(*_: Any, **__: Any) -> None:
+        weights.flushed()
+
+    hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
+        f"{updater}.begin_weight_update": (about_to_change, HookType.BEFORE),
+        f"{updater}.load_weights_from_distributed": (about_to_change, HookType.BEFORE),
+        f"{updater}.update_weights_from_tensor": (about_to_change, HookType.BEFORE),
+        f"{updater}.update_weights_from_ipc": (about_to_change, HookType.BEFORE),
+        f"{updater}.update_weights_from_disk": (from_disk, HookType.AROUND),
+        f"{updater}.end_weight_update": (ended, HookType.BEFORE),
+        RESET: (flushed, HookType.AFTER),
+    }
+    for target, (hook, kind) in hooks.items():
+        HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    missing = [target for target in hooks if not _is_hooked(target)]
+    if missing:
+        log.error(
+            "this version of SGLang has no %s: after a change of weights in a running engine FlatCake may return KV of the old ones. "
+            'Restart it instead, or detach FlatCake before and attach it with another "weights" after',
+            ", ".join(missing),
+        )
+
+
+def _is_hooked(target: str) -> bool:
+    try:
+        return hasattr(pkgutil.resolve_name(target), "__wrapped__")
+    except (AttributeError, ImportError):
+        return False

@@ -1,0 +1,224 @@
+"""Which model SGLang serves, and what becomes of KV when its weights change while it runs: through SGLang's own classes and hooks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import threading
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conformance.connectors import Engine, Shape
+from engines.sglang.harness import StorageHarness
+from engines.sglang.linker_harness import LinkerHarness
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from flatcake_client.engines import sglang_model
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    updater = importlib.import_module(sglang_model.UPDATER)
+
+SHAPE = Shape(block_tokens=4)
+CHANGES = (
+    "begin_weight_update",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"hidden_size": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4}})
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"first")
+    return tmp_path
+
+
+@pytest.fixture
+def settings(folder, monkeypatch):
+    """What SGLang resolved its arguments to, in a process whose weights nobody watches yet."""
+    settings = {"model_path": str(folder), "load_format": "auto", "dtype": "bfloat16", "context_length": None}
+    arguments = SimpleNamespace(hicache_storage_backend="dynamic", kv_cache_dtype="auto")
+    monkeypatch.setattr(sglang_model, "_settings", lambda: settings)
+    monkeypatch.setattr(sglang_model, "get_server_args", lambda: arguments)
+    settings["arguments"] = arguments
+    sglang_model.served.cache_clear()
+    HookRegistry.reset()
+    for owner, names in (
+        (updater.WeightUpdater, (*CHANGES, "update_weights_from_disk", "end_weight_update")),
+        (HiCacheController, ("reset",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(
+                owner, name, loads(folder) if name == "update_weights_from_disk" else lambda *_, **__: (True, "")
+            )
+    yield settings
+    HookRegistry.reset()
+    sglang_model.served.cache_clear()
+
+
+def loads(folder):
+    """SGLang's own needs a model: here what it does is given by a file of the test."""
+
+    def update_weights_from_disk(_self, model_path, load_format, **_):
+        if (folder / "while").exists():
+            (folder / "model.safetensors").write_bytes(b"overwritten while it was read")
+        return not (folder / "fail").exists(), ""
+
+    return update_weights_from_disk
+
+
+def space_of(settings, **changed):
+    sglang_model.served.cache_clear()
+    HookRegistry.reset()
+    settings.update(changed)
+    served = sglang_model.served()
+    return served.model, served.weights_name("")
+
+
+def test_what_changes_kv_of_equal_shapes_is_another_space(settings, folder):
+    first = space_of(settings)
+    assert space_of(settings) == first
+    spaces = {first}
+    for changed in (
+        {"json_model_override_args": '{"rope_scaling": {"rope_type": "yarn", "factor": 8}}'},
+        {"json_model_override_args": "{}", "quantization": "fp8"},
+        {"quantization": None, "dtype": "float16"},
+        {"dtype": "bfloat16", "load_format": "dummy"},
+        {"load_format": "auto", "json_model_override_args": '{"rope_scaling": {"rope_type": "longrope"}}'},
+        {"context_length": 8192},
+    ):
+        spaces.add(space_of(settings, **changed))
+    (folder / "model.safetensors").write_bytes(b"other")
+    spaces.add(space_of(settings, json_model_override_args="{}", context_length=None))
+    assert len(spaces) == 8
+
+
+@pytest.fixture
+def engine(daemon, settings):
+    engine = Engine(StorageHarness(daemon.endpoint, SHAPE))
+    yield engine
+    engine.harness.close()
+
+
+def flush():
+    HiCacheController.reset(None)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_change_nothing_older_is_found(engine, change, caplog):
+    tokens = engine.tokens(1, 5)
+    assert engine.store(tokens)
+    getattr(updater.WeightUpdater, change)(None)
+    assert (engine.lookup(tokens), engine.load(tokens), engine.store(tokens)) == (0, 0, False)
+    assert "flush_cache" in caplog.text
+    flush()
+    assert engine.lookup(tokens) == 0
+    assert engine.store(tokens)
+    assert engine.load(tokens) == 5
+    getattr(updater.WeightUpdater, change)(None)
+    flush()
+    assert engine.lookup(tokens) == 0
+
+
+def test_a_session_of_updates_ends_without_another_flush_unless_it_was_written_from_outside(engine):
+    tokens = engine.tokens(1, 5)
+    updater.WeightUpdater.begin_weight_update(None)
+    updater.WeightUpdater.update_weights_from_tensor(None)
+    flush()
+    updater.WeightUpdater.end_weight_update(None, run_post_load=False)
+    assert engine.store(tokens)
+    updater.WeightUpdater.begin_weight_update(None)
+    flush()
+    updater.WeightUpdater.end_weight_update(None, run_post_load=True)
+    assert not engine.store(tokens)
+    flush()
+    assert engine.lookup(tokens) == 0
+
+
+def test_weights_from_disk_are_known_by_their_files(engine, folder):
+    update, tokens = updater.WeightUpdater.update_weights_from_disk, engine.tokens(1, 5)
+    assert engine.store(tokens)
+    assert update(None, str(folder), "auto") == (True, "")
+    assert engine.lookup(tokens) == 5, "the same files: SGLang loads some again when an expert was lost"
+    (folder / "model.safetensors").write_bytes(b"second")
+    assert update(None, model_path=str(folder), load_format="auto")[0]
+    assert engine.lookup(tokens) == 0
+    flush()
+    assert engine.store(tokens)
+    (folder / "model.safetensors").write_bytes(b"third")
+    update(None, str(folder), "auto")
+    flush()
+    assert engine.lookup(tokens) == 0
+    (folder / "model.safetensors").write_bytes(b"second")
+    update(None, str(folder), "auto")
+    flush()
+    assert engine.load(tokens) == 5
+
+
+@pytest.mark.parametrize("fault", ["fail", "while"])
+def test_an_update_from_disk_that_fails_or_is_overtaken_leaves_weights_without_a_name(engine, folder, fault):
+    tokens = engine.tokens(1, 5)
+    assert engine.store(tokens)
+    (folder / fault).touch()
+    updater.WeightUpdater.update_weights_from_disk(None, str(folder), "auto")
+    assert not engine.store(tokens)
+    flush()
+    assert engine.lookup(tokens) == 0
+
+
+def test_the_linker_hears_of_a_flush_by_its_reset(daemon, settings):
+    engine = Engine(LinkerHarness(daemon.endpoint, SHAPE))
+    linker, tokens = engine.harness.linker, engine.tokens(1, 3)
+    assert engine.store(tokens)
+    _, rid, count = engine.harness.queue(tokens)
+    assert count == 3
+    linker.cancel_queued_load(rid)
+    updater.WeightUpdater.update_weights_from_tensor(None)
+    assert engine.lookup(tokens) == 0
+    assert not engine.store(tokens)
+    linker.reset()
+    assert engine.lookup(tokens) == 0
+    assert engine.store(tokens)
+    assert engine.load(tokens) == 3
+    engine.harness.close()
+
+
+def test_who_was_attached_to_a_running_engine_shares_with_nobody_unless_the_weights_are_named(settings, caplog):
+    assert "engine" not in space_of(settings)[1]
+    settings["arguments"].hicache_storage_backend = None
+    name = space_of(settings)[1]
+    assert name.startswith("engine ")
+    assert 'Set "weights"' in caplog.text
+    assert sglang_model.served().weights_name("v7").startswith("v7 ")
+
+
+def test_a_version_of_sglang_that_cannot_be_watched_says_so(settings, monkeypatch, caplog):
+    monkeypatch.delattr(updater.WeightUpdater, "update_weights_from_ipc")
+    with caplog.at_level(logging.ERROR):
+        space_of(settings)
+    assert "has no sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_ipc:" in caplog.text  # fmt: skip
+
+
+def test_ranks_agree_on_the_name_of_their_engine(monkeypatch):
+    """Through the store of their process group, in whatever order they come."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    names = []
+    ranks = [threading.Thread(target=lambda: names.append(sglang_model.engine_id.__wrapped__())) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(names) == 4
+    assert len(set(names)) == 1
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: None)
+    assert sglang_model.engine_id.__wrapped__() not in names, "ranks that cannot agree find nothing"
