@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+log = logging.getLogger(__name__)
 
 # What a configuration says of its file and not of the model.
 CONFIG_NOISE: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -68,6 +71,19 @@ def weights_digest(folder: Path, *also: str) -> str:
                 offset = max(0, size_bytes - SAMPLE_BYTES) * number // (SAMPLES_PER_FILE - 1)
                 digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
     return digest.hexdigest()[:32]
+
+
+def digest_of(model: str) -> str:
+    """Of configuration and weights, for who knows a model by its name only; "" where it does not lie on this disk, or cannot be read."""
+    folder = folder_of(model)
+    if folder is None:
+        return ""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return f"{config_digest(config)}-{weights_digest(folder)}"
+    except (OSError, ValueError) as error:
+        log.warning("%s is known by its name only: %s", model, error)
+        return ""
 
 
 def folder_of(model: str, revision: str | None = None) -> Path | None:

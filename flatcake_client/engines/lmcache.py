@@ -29,13 +29,23 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 import flatcake_client as fc
+from flatcake_client.engines.edge import Edge
+from flatcake_client.engines.fingerprint import digest_of
 from flatcake_client.engines.lmcache_chunks import ChunkKind, ChunkStats, ChunkStore, FoundRun
-from flatcake_client.engines.lmcache_tasks import Failing, Workers
+from flatcake_client.engines.lmcache_tasks import Workers
 
 log = init_logger(__name__)  # whose lines LMCache shows
 
 NAME: Final = "flatcake"
-SETTINGS: Final = ("endpoint", "timeout_s", "load_timeout_s", "store_timeout_s", "load_threads", "waiting_max")
+SETTINGS: Final = (
+    "endpoint",
+    "timeout_s",
+    "load_timeout_s",
+    "store_timeout_s",
+    "load_threads",
+    "waiting_max",
+    "weights",
+)
 # LMCache's class and module are configured beside ours, under the same prefix.
 FOREIGN_SETTINGS: Final = ("module_path", "class_name")
 STORE_TIMEOUT_S: Final = 30.0
@@ -83,6 +93,7 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
             layout=f"{self.meta_fmt.name} {shapes}",
             chunk_bytes=self.full_chunk_size_bytes,
             chunk_tokens=metadata.chunk_size,
+            weights=f"{settings.get('weights', '')} {digest_of(metadata.model_name or '')}".strip(),
         )
         self._load_timeout_s = float(settings.get("load_timeout_s", LOAD_SHARE * config.blocking_timeout_secs))
         self._store_timeout_s = float(settings.get("store_timeout_s", STORE_TIMEOUT_S))
@@ -96,7 +107,7 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
         self._asking = Workers("lookup", 1, waiting_max)
         self._loads = Workers("load", int(settings.get("load_threads", 2)), waiting_max)
         self._stores = Workers("store", 1, waiting_max)  # one: a batch's predecessor is visible before the batch comes
-        self._failing = Failing(log.warning)
+        self._edge = Edge(log, "its chunks are computed")
         if config.pre_caching_hash_algorithm == "builtin" and "PYTHONHASHSEED" not in os.environ:
             log.warning(
                 "LMCache names chunks by Python's hash(), which differs in every process: nothing will be found after a restart. "
@@ -128,20 +139,18 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
 
     async def ping(self) -> int:
         """0 when the daemon answers. Not an error for LMCache to stop at: its monitor leaves us out until we answer."""
-        return 0 if await self._wait(self._asking, partial(self._store.ping, self._kind), False) else 1
+        ask = partial(self._edge.attempt, "a ping", False, partial(self._store.ping, self._kind))
+        return 0 if await self._wait(self._asking, ask, False) else 1
 
     def _prefix(self, keys: Sequence[Any]) -> int:
-        found = 0
-        try:
-            deadline_s = time.monotonic() + self._client.timeout_s
+        def look() -> int:
+            found, deadline_s = 0, time.monotonic() + self._client.timeout_s
             names = [name_of(key) for key in keys]
             for run in self._store.search(self._kind, names, pin=False, deadline_s=deadline_s, prefix_only=True):
                 found = len(run.positions)
-        except Exception as error:  # noqa: BLE001 - LMCache's edge: whatever it is, the chunks are computed
-            self._failing.failed("a lookup", error)
-            return 0
-        self._failing.worked("a lookup")
-        return found
+            return found
+
+        return self._edge.attempt("a lookup", 0, look)
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
@@ -167,13 +176,12 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
 
     def _get(self, names: Sequence[bytes], deadline_s: float) -> list[Any]:
         objects: list[Any] = [None] * len(names)
-        try:
+
+        def load() -> None:
             for run in self._store.search(self._kind, names, pin=True, deadline_s=deadline_s):
                 self._get_run(run, objects, deadline_s)
-        except Exception as error:  # noqa: BLE001 - LMCache's edge: what is in place is used, the rest is computed
-            self._failing.failed("a load", error)
-        else:
-            self._failing.worked("a load")
+
+        self._edge.attempt("a load", None, load)  # what is in place is used, the rest is computed
         return objects
 
     def _get_run(self, run: FoundRun, objects: list[Any], deadline_s: float) -> None:
@@ -215,13 +223,11 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
         await self._wait(self._stores, act, None, ended=partial(_give_back, objects))
 
     def _put(self, names: Sequence[bytes], objects: Sequence[Any], deadline_s: float) -> None:
-        try:
+        def store() -> None:
             addresses = [address_of(each) for each in objects]
             self._store.store(self._kind, names, addresses, deadline_s=deadline_s)
-        except Exception as error:  # noqa: BLE001 - LMCache's edge: what is not stored is computed again
-            self._failing.failed("a store", error)
-        else:
-            self._failing.worked("a store")
+
+        self._edge.attempt("a store", None, store)
 
     def _is_whole(self, memory_obj: Any) -> bool:
         return on_host(memory_obj) and memory_obj.get_size() == self._kind.chunk_bytes

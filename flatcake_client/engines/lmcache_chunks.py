@@ -52,6 +52,7 @@ class ChunkKind:
         layout: shape of a chunk and what else decides the meaning of its bytes.
         chunk_bytes: of one chunk of one worker.
         chunk_tokens: for placement and statistics.
+        weights: names them, as far as they are known.
     """
 
     model: str
@@ -59,6 +60,7 @@ class ChunkKind:
     layout: str
     chunk_bytes: int
     chunk_tokens: int
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,11 @@ class ChunkStats:
     tasks_refused: int = 0  # too many were waiting
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    chunks: int
+    """`positions` in the caller's batch: chunks that were not stored before."""
+
+    positions: NDArray[np.int64]
     size_bytes: int
 
 
@@ -222,15 +226,18 @@ class ChunkStore:
                 for plane, rows in enumerate(source):
                     turn.write_layer(plane, rows, mine, timeout_s=max(0.0, deadline_s - time.monotonic()))
                 turn.commit(timeout_s=deadline_s - time.monotonic())
-                blocks = sum(part.blocks for part in turn.parts)
+                stored = [
+                    order[part.first_block - first : part.first_block + part.blocks - first] for part in turn.parts
+                ]
         except BaseException:
             self.count(chunks_store_failed=len(chunks))
             raise
         for end in starts[1:]:
             self.chains.stored(ordered[int(end) - 1], ordered[-1])
-        stored = Stored(blocks, blocks * kind.chunk_bytes)
-        self.count(chunks_stored=blocks, chunks_there=len(chunks) - blocks, bytes_stored=stored.size_bytes)
-        return stored
+        fresh = np.concatenate([order[:0], *stored])
+        size_bytes = len(fresh) * kind.chunk_bytes
+        self.count(chunks_stored=len(fresh), chunks_there=len(chunks) - len(fresh), bytes_stored=size_bytes)
+        return Stored(fresh, size_bytes)
 
     @contextlib.contextmanager
     def _begin(self, space: Space, ordered: Sequence[bytes], deadline_s: float) -> Iterator[tuple[Turn, int]]:
@@ -266,6 +273,7 @@ class ChunkStore:
             dtype=kind.dtype,
             block_tokens=kind.chunk_tokens,
             plane_bytes=planes_of(kind.chunk_bytes),
+            weights=kind.weights,
             layout=f"lmcache/1 {kind.layout}",
         )
         with self._lock:

@@ -32,14 +32,17 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 import flatcake_client as fc
+from flatcake_client.engines.edge import Edge
+from flatcake_client.engines.fingerprint import digest_of
 from flatcake_client.engines.lmcache import address_of, on_host
 from flatcake_client.engines.lmcache_chunks import ChunkKind, ChunkStore
-from flatcake_client.engines.lmcache_tasks import Failing, Locks, Workers
+from flatcake_client.engines.lmcache_tasks import Locks, Workers
 
 log = init_logger(__name__)  # whose lines LMCache shows
 
 CHUNK_TOKENS: Final = 256  # LMCache's default, where a chunk's shape does not tell
 KINDS_MAX: Final = 256
+COUNTED_MAX: Final = 1 << 16  # as many chunks as `lmcache_chunks.LINKS_MAX`
 RESULTS_MAX: Final = 4096  # answers that nobody has read
 TICK_S: Final = 1.0
 
@@ -54,6 +57,7 @@ class FlatCakeL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]  # LMC
         load_timeout_s, store_timeout_s: from the submission to the answer.
         load_threads: loads at the same time.
         waiting_max: tasks of each kind that may wait.
+        weights: names the weights, and what else makes other KV of the same model name: LMCache passes only that.
     """
 
     endpoint: str | None = None
@@ -62,6 +66,7 @@ class FlatCakeL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]  # LMC
     store_timeout_s: float = 30.0
     load_threads: int = 2
     waiting_max: int = 256
+    weights: str = ""
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> FlatCakeL2AdapterConfig:
@@ -126,7 +131,9 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._client = fc.connect(config.endpoint, timeout_s=config.timeout_s, name=f"lmcache-server[{os.getpid()}]")
         self._chunks = ChunkStore(self._client)
         self._locks = Locks()
+        self._weights: OrderedDict[str, str] = OrderedDict()  # by model
         self._kinds: OrderedDict[tuple[str, int], ChunkKind] = OrderedDict()
+        self._counted: OrderedDict[Any, int] = OrderedDict()  # bytes that LMCache was told of, by key
         self._lock = threading.Lock()
         self._last_task_id = 0
         self._stored, self._found, self._loaded = _Answers(), _Answers(), _Answers()
@@ -134,7 +141,7 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._lookups = Workers("lookup", 1, config.waiting_max)
         self._loads = Workers("load", config.load_threads, config.waiting_max)
         self._unlocks = Workers("unlock", 1, 1 << 30)  # never refused: bounded by what is locked
-        self._failing = Failing(log.warning)
+        self._edge = Edge(log, "its chunks are computed")
         self._closing = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="flatcake-locks", daemon=True)
         self._ticker.start()
@@ -181,7 +188,7 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def report_status(self) -> dict[str, Any]:
         return {
-            "is_healthy": not self._failing,
+            "is_healthy": not self._edge.failing(),
             "type": type(self).__name__,
             "locked_hits": len(self._locks),
             "connected": self._client.stats().connected,
@@ -207,14 +214,7 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             task_id = self._last_task_id
 
         def run() -> None:
-            result = miss
-            try:
-                result = act()
-            except Exception as error:  # noqa: BLE001 - LMCache's edge: whatever it is, it is a miss
-                self._failing.failed(verb, error)
-            else:
-                self._failing.worked(verb)
-            answers.put(task_id, result)
+            answers.put(task_id, self._edge.attempt(verb, miss, act))
 
         try:
             workers.submit(run)
@@ -231,9 +231,21 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             names, lanes = _names(mine)
             stored = self._chunks.store(kind, names, addresses, lanes, deadline_s=deadline_s)
             size_bytes += stored.size_bytes
-            if stored.chunks:
-                self._notify_keys_stored(mine, [kind.chunk_bytes] * len(mine))
+            self._account([mine[at] for at in stored.positions], kind.chunk_bytes)
         return L2StoreResult(success=True, bytes_transferred=size_bytes)
+
+    def _account(self, fresh: Sequence[Any], chunk_bytes: int) -> None:
+        """LMCache counts bytes by what it is told. What is stored anew had been reclaimed, of which FlatCake tells nobody before."""
+        with self._lock:
+            gone = [key for key in fresh if key in self._counted]
+            gone_bytes = [self._counted.pop(key) for key in gone]
+            self._counted.update(dict.fromkeys(fresh, chunk_bytes))
+            while len(self._counted) > COUNTED_MAX:
+                self._counted.popitem(last=False)
+        if gone:
+            self._notify_keys_deleted(gone, gone_bytes)
+        if fresh:
+            self._notify_keys_stored(list(fresh), [chunk_bytes] * len(fresh))
 
     def _find(self, keys: Sequence[Any], layouts: dict[int, Any], deadline_s: float) -> Bitmap:
         found = Bitmap(len(keys))
@@ -266,10 +278,12 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return loaded
 
     def _by_kind(self, keys: Sequence[Any], objects: Sequence[Any]) -> Iterator[tuple[ChunkKind, list[int]]]:
-        """Positions of the chunks that can be moved, by kind."""
+        """Positions of the chunks that can be moved, by kind; of one that is named twice, the first."""
         by_kind: dict[ChunkKind, list[int]] = {}
+        seen = set()
         for at, (key, each) in enumerate(zip(keys, objects, strict=True)):
-            if on_host(each) and each.get_size() > 0:
+            if on_host(each) and each.get_size() > 0 and key not in seen:
+                seen.add(key)
                 by_kind.setdefault(self._kind_of(key, each), []).append(at)
         self._chunks.count(chunks_declined=len(keys) - sum(map(len, by_kind.values())))
         yield from by_kind.items()
@@ -277,7 +291,7 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _kind_of(self, key: Any, memory_obj: Any) -> ChunkKind:
         meta = memory_obj.meta
         shapes, dtypes = meta.shapes or [meta.shape], meta.dtypes or [meta.dtype]
-        return self._remembered(key, _kind(key.model_name, shapes, dtypes, memory_obj.get_size()))
+        return self._remembered(key, self._kind(key.model_name, shapes, dtypes, memory_obj.get_size()))
 
     def _by_layout(self, keys: Sequence[Any], layouts: dict[int, Any]) -> dict[ChunkKind, list[int]]:
         """Positions of the chunks whose layout is known, by kind."""
@@ -295,7 +309,29 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         size_bytes = sum(
             shape.numel() * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
         )
-        return self._remembered(key, _kind(key.model_name, layout.shapes, layout.dtypes, size_bytes))
+        return self._remembered(key, self._kind(key.model_name, layout.shapes, layout.dtypes, size_bytes))
+
+    def _kind(self, model: str, shapes: Sequence[Any], dtypes: Sequence[Any], size_bytes: int) -> ChunkKind:
+        return ChunkKind(
+            model=model or "lmcache",
+            dtype="+".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+            layout=" ".join("x".join(map(str, shape)) for shape in shapes),
+            chunk_bytes=size_bytes,
+            # [K and V, layers, tokens, heads x dim]
+            chunk_tokens=int(shapes[0][2]) if len(shapes[0]) == 4 else CHUNK_TOKENS,
+            weights=self._weights_of(model),
+        )
+
+    def _weights_of(self, model: str) -> str:
+        with self._lock:
+            known = self._weights.get(model)
+        if known is None:
+            known = f"{self._config.weights} {digest_of(model)}".strip()
+            with self._lock:
+                self._weights[model] = known
+                if len(self._weights) > KINDS_MAX:
+                    self._weights.popitem(last=False)
+        return known
 
     def _remembered(self, key: Any, kind: ChunkKind) -> ChunkKind:
         with self._lock:
@@ -315,14 +351,3 @@ def _names(keys: Sequence[Any]) -> tuple[list[bytes], list[tuple[int, int, str]]
     names = [b"%s@%d@%d@%s" % (key.chunk_hash.hex().encode(), rank, group, salt.encode())
              for key, (rank, group, salt) in zip(keys, lanes, strict=True)]  # fmt: skip
     return names, lanes
-
-
-def _kind(model: str, shapes: Sequence[Any], dtypes: Sequence[Any], size_bytes: int) -> ChunkKind:
-    return ChunkKind(
-        model=model or "lmcache",
-        dtype="+".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
-        layout=" ".join("x".join(map(str, shape)) for shape in shapes),
-        chunk_bytes=size_bytes,
-        # [K and V, layers, tokens, heads x dim]
-        chunk_tokens=int(shapes[0][2]) if len(shapes[0]) == 4 else CHUNK_TOKENS,
-    )

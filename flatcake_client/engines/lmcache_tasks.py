@@ -1,4 +1,4 @@
-"""What an adapter of LMCache needs besides the chunks: bounded work in threads, locks that end, one log line a failure. No LMCache here.
+"""What an adapter of LMCache needs besides the chunks: bounded work in threads, and locks that end. No LMCache here.
 
 Whatever is given to a thread carries its own deadline, counted from when it was asked; the threads only make it wait its turn. So
 what waits behind a daemon that hangs is answered, as a miss, one deadline later at the latest.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from flatcake_client import FlatCakeError, Hit, Overloaded
+from flatcake_client import Hit, Overloaded
 from flatcake_client.background import Crew
 
 HELD_S_MAX: Final = 300.0  # a lock that is never given back
@@ -138,27 +138,3 @@ class Locks:
 def _release(hits: Iterable[Hit]) -> None:
     for hit in hits:
         hit.release()
-
-
-class Failing:
-    """One log line when a verb begins to fail, not one a request. Thread-safe."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._lock = threading.Lock()
-        self._verbs: set[str] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._verbs)
-
-    def failed(self, verb: str, error: BaseException) -> None:
-        with self._lock:
-            known = verb in self._verbs
-            self._verbs.add(verb)
-        if not known:
-            kind = "" if isinstance(error, FlatCakeError) else f"{type(error).__name__}: "
-            self._say(f"FlatCake: {verb} fails, its chunks are computed meanwhile: {kind}{error}")
-
-    def worked(self, verb: str) -> None:
-        with self._lock:
-            self._verbs.discard(verb)

@@ -11,6 +11,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,11 @@ class Buffers:
         return self
 
 
+def source_of(buffers, positions):
+    """Some of them."""
+    return SimpleNamespace(objects=[buffers.objects[at] for at in positions])
+
+
 def wait_for(fd, ask, timeout_s=10.0):
     """What LMCache's controllers do: wait for the descriptor, then read the result."""
     deadline_s = time.monotonic() + timeout_s
@@ -127,7 +133,7 @@ def test_stored_found_locked_loaded_unlocked(daemon, make_adapter):
 def test_a_lookup_that_breaks_half_way_keeps_nothing_locked(daemon, make_adapter, monkeypatch):
     adapter, keys = make_adapter(), keys_of(5)
     source = Buffers(5).fill()
-    store(adapter, [*keys[:2], *keys[4:]], type("Some", (), {"objects": [source.objects[at] for at in (0, 1, 4)]}))
+    store(adapter, [*keys[:2], *keys[4:]], source_of(source, (0, 1, 4)))
     real, asked = fc.Space.lookup, []
 
     def lookup(*args, **kwargs):
@@ -158,13 +164,47 @@ def test_what_differs_in_rank_group_salt_or_model_is_another_chunk(make_adapter)
 def test_a_partial_hit_says_which(make_adapter):
     adapter, keys = make_adapter(), keys_of(8)
     source, target = Buffers(8).fill(), Buffers(8)
-    store(
-        adapter, [keys[at] for at in (0, 1, 4)], type("Some", (), {"objects": [source.objects[at] for at in (0, 1, 4)]})
-    )
+    store(adapter, [keys[at] for at in (0, 1, 4)], source_of(source, (0, 1, 4)))
     assert find(adapter, keys) == [0, 1, 4]
     assert load(adapter, keys, target) == [0, 1, 4]
     for at in (0, 1, 4):
         assert torch.equal(target.memory[at * SIZE : (at + 1) * SIZE], source.memory[at * SIZE : (at + 1) * SIZE])
+
+
+def test_bytes_are_counted_once_also_of_what_was_reclaimed_and_stored_again(daemon, make_adapter):
+    adapter, keys, source = make_adapter(), keys_of(6), Buffers(6).fill()
+    assert store(adapter, keys[:4], source_of(source, range(4))).bytes_transferred() == 4 * SIZE
+    assert store(adapter, keys, source).bytes_transferred() == 2 * SIZE
+    assert adapter.get_usage().total_bytes_used == 6 * SIZE
+    with daemon.admin() as admin:
+        admin.drop([session["name"] for session in admin.sessions()])
+    assert store(adapter, keys[:3], source_of(source, range(3))).bytes_transferred() == 3 * SIZE
+    assert adapter.get_usage().total_bytes_used == 6 * SIZE
+
+
+def test_a_chunk_that_is_named_twice_is_stored_once(make_adapter):
+    """LMCache's controller names what was written twice before it looked."""
+    adapter, keys, target = make_adapter(), keys_of(3), Buffers(3)
+    source = Buffers(3).fill()
+    stored = store(adapter, [*keys, keys[1]], source_of(source, [0, 1, 2, 1]))
+    assert (stored.is_successful(), stored.bytes_transferred()) == (True, 3 * SIZE)
+    assert load(adapter, keys, target) == [0, 1, 2]
+    assert torch.equal(source.memory, target.memory)
+
+
+def test_other_weights_are_other_chunks_as_far_as_they_are_named(make_adapter, tmp_path):
+    """LMCache passes a model's name only: an operator names the weights, or the files at that path do."""
+    source = Buffers(2).fill()
+    assert store(make_adapter(), keys_of(2), source).is_successful()
+    assert find(make_adapter(weights="v2"), keys_of(2)) == []
+    (tmp_path / "config.json").write_text("{}")
+    found = []
+    for weights in (b"one", b"one", b"two"):
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        adapter, keys = make_adapter(), [ObjectKey(bytes([at]) * 8, str(tmp_path), 0, 0, "") for at in range(2)]
+        found.append(load(adapter, keys, Buffers(2)))
+        store(adapter, keys, source)
+    assert found == [[], [0, 1], []]
 
 
 def test_a_daemon_that_is_stopped_costs_each_task_its_deadline(daemon, make_adapter):
@@ -195,7 +235,7 @@ def test_submitting_never_blocks_and_what_is_too_much_is_a_miss_at_once(daemon, 
         started_s = time.monotonic()
         tasks = [adapter.submit_load_task(keys, Buffers(2).objects) for _ in range(20)]
         lookups = [adapter.submit_lookup_and_lock_task(keys, {}) for _ in range(20)]
-        assert time.monotonic() - started_s < 0.3
+        assert time.monotonic() - started_s < 5, "a submit that waited would take a second each"
         assert adapter.report_status()["tasks_refused"] >= 20
         for task in tasks:
             assert (

@@ -1,4 +1,4 @@
-"""Bounded work, locks that end, one line a failure."""
+"""Bounded work, and locks that end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import flatcake_client as fc
-from flatcake_client.engines.lmcache_tasks import HELD_S_MAX, HITS_MAX, Failing, Locks, Workers
+from flatcake_client.engines.lmcache_tasks import HELD_S_MAX, HITS_MAX, Locks, Workers
 
 
 class FakeHit:
@@ -88,16 +88,3 @@ def test_locks_are_bounded_and_closed():
     locks.close()
     assert all(hit.released == 1 for hit in hits)
     assert not len(locks)
-
-
-def test_a_failure_is_said_when_it_begins():
-    said = []
-    failing = Failing(said.append)
-    for _ in range(3):
-        failing.failed("a store", fc.Unavailable("gone"))
-    failing.failed("a load", KeyError("x"))
-    assert failing
-    failing.worked("a store")
-    failing.failed("a store", fc.Unavailable("gone"))
-    assert [line.split(":")[1].split()[1] for line in said] == ["store", "load", "store"]
-    assert "KeyError" in said[1]
