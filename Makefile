@@ -15,6 +15,7 @@ PROTOS := flatcake_proto/v1/store.proto flatcake_proto/v1/admin.proto flatcake_p
 # tests/engines/NAME holds the tests and pins of each.
 ENGINES := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/engines/*/requirements.txt))))
 TYPED := flatcake_server flatcake_client transport/flatcake_transport bench
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # importlib: test files of different rooms may have the same name.
 PYTEST := python -m pytest -q
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -42,11 +43,14 @@ venv: $(VENV)/.stamp  ## the virtual environment in .venv, with all that develop
 demo: $(VENV)/.stamp  ## a model's prefill stored, restored and compared, with a daemon of its own
 	flatcake demo
 
-# Redis comes from the distribution: as root it is installed (RUNLEVEL: without starting a service), else the demo says what to do.
+# Packages of the distribution: installed as root where apt is (RUNLEVEL: without starting a service); else what needs them says so.
+define apt_install
+{ [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || RUNLEVEL=1 apt-get install -qq -y --no-install-recommends $(1) >&2 \
+  || { apt-get update -qq && RUNLEVEL=1 apt-get install -qq -y --no-install-recommends $(1) >&2; } || true; }
+endef
+
 demo-cluster: $(VENV)/.stamp  ## three nodes and a Redis: a session that moves between them, kill -9 of one, every token compared
-	@command -v redis-server valkey-server >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
-	  || RUNLEVEL=1 apt-get install -qq -y --no-install-recommends redis-server >&2 \
-	  || { apt-get update -qq && RUNLEVEL=1 apt-get install -qq -y --no-install-recommends redis-server >&2; } || true
+	@command -v redis-server valkey-server >/dev/null || $(call apt_install,redis-server)
 	flatcake demo --cluster
 
 test: $(VENV)/.stamp  ## all tests that this machine can run; what it cannot is skipped and said
@@ -57,23 +61,32 @@ gpu: $(VENV)/.stamp-gpu  ## the tests that need a CUDA device
 
 # Each engine, and each peer that bench/ compares with, has an environment of its own: what they pin does not go together.
 # requirements.txt pins the engine; the library itself comes from this tree. no-deps.txt, where there is one, names what is
-# installed without its dependencies: engines for CPU whose own lists would bring CUDA.
+# installed without its dependencies: engines for CPU whose own lists would bring CUDA. torch for CPU ("+cpu") has an index of
+# its own, asked where the configured ones do not have it.
 .SECONDEXPANSION:
 .venv-%/.stamp: tests/engines/%/requirements.txt $$(wildcard tests/engines/%/no-deps.txt) pyproject.toml
 	@test -x .venv-$*/bin/pip || "$(PYTHON)" -m venv .venv-$* >/dev/null 2>&1 || { rm -rf .venv-$* \
 	  && "$(PYTHON)" -m pip install --quiet --target build/virtualenv virtualenv \
 	  && PYTHONPATH=build/virtualenv "$(PYTHON)" -m virtualenv --quiet .venv-$*; } \
 	  || { echo "make: cannot make .venv-$*: install python3-venv" >&2; exit 1; }
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $< --editable .
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $< --editable . \
+	  || PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $< --editable .
 	@test ! -f $(<D)/no-deps.txt || .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(<D)/no-deps.txt
 	@touch $@
 .PRECIOUS: .venv-%/.stamp
 
-peers: .venv-mooncake/.stamp .venv-lmcache/.stamp  ## the environments of the stores that bench/peers/ compares with
+# Its wheel links them, though only TCP is used.
+MOONCAKE_LIBRARIES := libibverbs1 libnuma1 libcurl4
+mooncake-libraries: .venv-mooncake/.stamp
+	@.venv-mooncake/bin/python -c 'import mooncake.store' 2>/dev/null || $(call apt_install,$(MOONCAKE_LIBRARIES))
 	@.venv-mooncake/bin/python -c 'import mooncake.store' \
-	  || { echo "make: Mooncake's wheel needs libraries of the system: apt-get install libibverbs1 libnuma1 libcurl4" >&2; exit 1; }
+	  || { echo "make: Mooncake's wheel needs libraries of the system: apt-get install $(MOONCAKE_LIBRARIES)" >&2; exit 1; }
+
+peers: mooncake-libraries .venv-lmcache/.stamp  ## the environments of the stores that bench/peers/ compares with
 
 test-engines: $(addprefix test-,$(ENGINES))  ## the connectors inside the real engines, each in its own environment
+
+test-mooncake: mooncake-libraries
 
 test-%: .venv-%/.stamp
 	PATH="$(CURDIR)/.venv-$*/bin:$$PATH" .venv-$*/bin/python -m pytest -q tests/engines/$* $(ARGS)
@@ -116,6 +129,6 @@ deploy/flatcake.toml: $(VENV)/.stamp flatcake_server/config.py flatcake_server/c
 	env -i PATH="$$PATH" FLATCAKE_CONFIG=/dev/null flatcake serve --socket /run/flatcake/flatcake.sock --print-config > $@
 
 clean:  ## all that these targets made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help venv demo demo-cluster test peers test-engines test-fabric gpu soak bench bench-replay check proto proto-check clean
+.PHONY: help venv demo demo-cluster test mooncake-libraries peers test-engines test-fabric gpu soak bench bench-replay check proto proto-check clean
