@@ -222,6 +222,13 @@ def timed_s(work: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
+def cpu_s(work: Callable[[], object]) -> float:
+    """Of all threads of this process: others on the machine make a run longer, but not this."""
+    start_s = time.process_time()
+    work()
+    return time.process_time() - start_s
+
+
 class Contenders:
     """The fastest settings of a sweep. They share the limit's turns: one pass of a noisy disk does not say which is the best."""
 

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from _support import GIB, MIB, Compared, Node, Report, arguments, disk_directory, say, take_turns, timed_s
+from _support import GIB, MIB, Compared, Node, Report, arguments, cpu_s, disk_directory, say, take_turns, timed_s
 
 import flatcake_client as fc
 from flatcake_client.engines.lmcache_chunks import ChunkKind, ChunkStore, pages, planes_of
@@ -185,6 +185,10 @@ def throughput(node: Node, chunks: int, rounds: int, report: Report) -> None:
             for verb, seconds in (("store", stores), ("load", loads)):
                 compared = Compared.of(size_bytes, seconds[0], seconds[at])
                 report.add(f"{verb} through the connector / bare client, {name}", compared.ratio, 0.95, detail=compared)
+        cpu = take_turns(rounds, *[_cpu(way.load) for way in ways])
+        for name, at in (("server mode", 1), ("in-process", 2)):
+            share = min(cpu[at]) / min(cpu[0])
+            report.add(f"CPU time of a load / the bare client's, {name}", share, 1.05, at_most=True)
         server.adapter.close()
         inside.close()
 
@@ -192,6 +196,10 @@ def throughput(node: Node, chunks: int, rounds: int, report: Report) -> None:
 def _timed(verb: Callable[[int], object], shift: int, over: int = 1 << 30) -> Callable[[int], float]:
     """Seconds of a verb on the round's chunks; loads go over those of all rounds."""
     return lambda number: timed_s(lambda: verb((number + 1 if shift else number) % (over + 1)))
+
+
+def _cpu(verb: Callable[[int], object]) -> Callable[[int], float]:
+    return lambda number: cpu_s(lambda: verb(number))
 
 
 def contiguity(node: Node, report: Report) -> None:

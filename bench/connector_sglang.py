@@ -3,6 +3,8 @@
     storage    batch_exists and batch_get_v1, 128 pages at a time, into SGLang's own host pool   / lookup, restore and wait
     linker     lookup, load, every layer waited for, into SGLang's own device pool (on the CPU)  / of all pages at once
 
+The CPU time of both is compared too: it says what the connector itself costs, also where the disk or others decide how long it takes.
+
 Pages are in SSD files, all pools touched before. Needs SGLang: make .venv-sglang/.stamp, then
 .venv-sglang/bin/python bench/connector_sglang.py [--dir DIR]
 """
@@ -16,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from _support import GIB, MIB, Compared, Node, Report, arguments, disk_directory, say, take_turns, timed_s
+from _support import GIB, MIB, Compared, Node, Report, arguments, cpu_s, disk_directory, say, take_turns, timed_s
 
 from flatcake_client.engines.sglang_pages import PageStore
 
@@ -183,6 +185,10 @@ def measure(name: str, way: Any, rounds: int, report: Report) -> None:
     )
     compared = Compared.of(len(way.pages.keys) * PAGE_BYTES, bare_s, ours_s)
     report.add(f"restore through the connector / bare client, {name}", compared.ratio, 0.95, detail=compared)
+    bare_s, ours_s = take_turns(
+        rounds, lambda _: cpu_s(lambda: way.pages.restore_bare(way.store)), lambda _: cpu_s(way.read)
+    )
+    report.add(f"its CPU time / the bare client's, {name}", min(ours_s) / min(bare_s), 1.05, at_most=True)
     way.close()
 
 
