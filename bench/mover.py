@@ -1,6 +1,6 @@
 """How near the movers come to the machine, without a daemon: each figure beside the raw one it is measured against, in the same run.
 
-    read      ReadStream (two halves) + scatter into shuffled paged slots   / best raw O_DIRECT preadv of a sweep
+    read      ReadStream (eight buffers) + scatter into shuffled paged slots   / best raw O_DIRECT preadv of a sweep
     write     gather + plan_writes + posix writes into a fresh file         / best raw O_DIRECT pwritev into a fresh file
     memory    arena -> shuffled paged slots                                 / one memcpy of the same bytes
     checksum  GB/s of both algorithms on one thread
@@ -30,6 +30,7 @@ from _support import (
     timed_s,
 )
 
+from flatcake_client.tools import BUFFER_BYTES, BUFFERS
 from flatcake_transport.checksum import granule_checksums
 from flatcake_transport.footer import CHECKSUM_WORDSUM, CHECKSUM_XXH3
 from flatcake_transport.layout import segment_layout
@@ -50,7 +51,7 @@ class Movers:
     """One segment, an engine's pages for it, and what brings bytes between them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._half_bytes = args.half_mib * MIB
+        self._buffer_bytes = args.buffer_mib * MIB
         self.layout = segment_layout(SPEC, args.size_mib * MIB // SPEC.block_bytes)
         self.size_bytes = self.layout.data_bytes
         blocks, rng = self.layout.blocks, np.random.default_rng(0)
@@ -58,24 +59,22 @@ class Movers:
         pages = aligned_buffer(self.size_bytes).reshape(LAYERS, blocks, PLANE_BYTES)
         pages[:] = rng.integers(0, 256, PLANE_BYTES, dtype=np.uint8)
         self.pages = list(pages)
-        self.posix = PosixMover(
-            threads=args.threads, command_bytes_max=args.command_kib << 10, in_flight_bytes_max=self._half_bytes
-        )
+        self.posix = PosixMover(threads=args.threads, command_bytes_max=args.command_kib << 10)
         self.memory = MemoryMover()
-        self.staging = StagingPool(2 * self._half_bytes, self._half_bytes)
+        self.staging = StagingPool(BUFFERS * self._buffer_bytes, self._buffer_bytes, BUFFERS)
         self.staging.open_window(0).close()  # touch it
 
     def read(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         run = FileRun(1, 0, self.layout, 0, self.layout.blocks, 0)
-        steps = plan_restore([run], range(LAYERS), window_half_bytes=self._half_bytes)
+        steps = plan_restore([run], range(LAYERS), buffer_bytes=self._buffer_bytes)
         stream = ReadStream(steps, {1: OpenFile(fd, True)}, self.posix, self.staging.open_window(0))
         while (got := stream.advance()) is not None:
-            step, half = got
+            step, buffer = got
             self.memory.submit(
                 [
                     Move(
-                        MemorySpan(half[p.offset : p.offset + p.size_bytes]),
+                        MemorySpan(buffer[p.offset : p.offset + p.size_bytes]),
                         PagedSpan(self.pages[p.layer], self.slots[p.position : p.position + p.blocks], p.plane_bytes),
                     )
                     for p in step.pieces
@@ -93,17 +92,17 @@ class Movers:
         with self.staging.open_window(0) as window:
             turn = 0
             for layer in range(LAYERS):
-                for step in plan_writes(self.layout, layer, window_half_bytes=self._half_bytes):
+                for step in plan_writes(self.layout, layer, buffer_bytes=self._buffer_bytes):
                     before = flying[turn]
                     if before is not None:
                         before.wait()
-                    half = window.halves[turn]
+                    buffer = window.buffers[turn]
                     slots = self.slots[step.first_block : step.first_block + step.blocks]
                     pages = PagedSpan(self.pages[layer], slots, PLANE_BYTES)
                     end = step.gather_offset + pages.size_bytes
-                    self.memory.submit([Move(pages, MemorySpan(half[step.gather_offset : end]))]).wait()
-                    half[end : end + step.zero_bytes] = 0
-                    source = MemorySpan(half[step.source_offset : step.source_offset + step.size_bytes])
+                    self.memory.submit([Move(pages, MemorySpan(buffer[step.gather_offset : end]))]).wait()
+                    buffer[end : end + step.zero_bytes] = 0
+                    source = MemorySpan(buffer[step.source_offset : step.source_offset + step.size_bytes])
                     target = FileSpan(fd, step.offset, step.size_bytes, direct=True)
                     flying[turn] = self.posix.submit([Move(source, target)])
                     turn ^= 1
@@ -169,7 +168,7 @@ def main() -> None:
     args = arguments(
         __doc__,
         size_mib=(2048, "size of the file"),
-        half_mib=(32, "one window half"),
+        buffer_mib=(BUFFER_BYTES // MIB, "one buffer of a window"),
         threads=(THREADS, "of the posix mover"),
         command_kib=(COMMAND_BYTES_MAX >> 10, "its longest command"),
         rounds=(5, "how often each takes its turn"),

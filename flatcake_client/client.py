@@ -31,7 +31,7 @@ from flatcake_client.hit import Hit
 from flatcake_client.linger import Linger
 from flatcake_client.rpc import Rpc, Stale, Unknown
 from flatcake_client.space import Space
-from flatcake_client.tools import STAGING_BYTES, WINDOW_HALF_BYTES, Tools
+from flatcake_client.tools import BUFFER_BYTES, BUFFERS, STAGING_BYTES, Tools
 from flatcake_client.worth import Bandwidths
 from flatcake_client.writer import Turn
 from flatcake_transport.endpoint import default_endpoint
@@ -349,10 +349,10 @@ def connect(
     name: str | None = None,
     *,
     transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
-    window_half_bytes: int = WINDOW_HALF_BYTES,
+    buffer_bytes: int = BUFFER_BYTES,
     staging_bytes: int = STAGING_BYTES,
     gap_bytes_max: int = GAP_BYTES_MAX,
-    halves: int = 2,
+    buffers: int = BUFFERS,
     prefill_tokens_per_s: float | None = None,
 ) -> Client:
     """A client of the daemon on this node. Returns at once, whether the daemon is there or not: until it is, all is a miss.
@@ -362,13 +362,13 @@ def connect(
         timeout_s: of lookups and other questions, where a call gives no other.
         name: how operators see this client. Default: the program's name and process id.
         transfer_timeout_s: of restores, and of each call that writes, where a call gives no other.
-        window_half_bytes: reads are issued this much at a time, two at once.
+        buffer_bytes: reads are issued this much at a time; more where a plane's granule needs it.
+        buffers: of one restore's window: one is scattered while the others are read. 1: nothing is, for measuring.
         staging_bytes: bound on host memory for reads and writes of files; made when needed.
         gap_bytes_max: read along between two ranges rather than begin another read; -1: a read for every block and layer.
             Defaults fit; others are for measuring what merging brings (`flatcake replay --ablation no-merge`).
         prefill_tokens_per_s: how fast the engine computes a prompt. Blocks of another node that would take longer to fetch, as
             measured, are left out of hits. None: all that is found is fetched.
-        halves: 1: read nothing while what was read is scattered. For measuring, too.
 
     Raises:
         ValueError: an endpoint that names nothing, sizes that hold no window, no speed.
@@ -376,7 +376,7 @@ def connect(
     if prefill_tokens_per_s is not None and not prefill_tokens_per_s > 0:
         raise ValueError(f"prefill_tokens_per_s is {prefill_tokens_per_s}: expected more than 0, or None")
     program = Path(sys.argv[0] if sys.argv else "").name or "python"
-    tools = Tools(window_half_bytes, staging_bytes, gap_bytes_max=gap_bytes_max, halves=halves)
+    tools = Tools(buffer_bytes, staging_bytes, gap_bytes_max=gap_bytes_max, buffers=buffers)
     return Client(
         endpoint or default_endpoint(os.environ, os.getuid()),
         name or f"{program}[{os.getpid()}]",

@@ -1,12 +1,12 @@
 """Bytes from session files, or from another node's memory, into an engine's slots. See `restore.py` for what paths keep to.
 
-    file --read ahead--> window half --check--> slots        one half is scattered while the other fills
+    file --read ahead--> window buffer --check--> slots        one buffer is scattered while the others fill
 
 What is read from is named by `placed.run.file_id`; another node's arena is file 0 of that node. A path has a lease: when
 another node's has ended, its blocks are cut off and those of this node are still brought.
 
-A half is trusted when the lease was alive after its reads landed, and, where checksums are asked for, when its granules agree:
-from then on it is ours, whatever happens to the file. When the reads of a half fail, they and then the pieces in
+A buffer is trusted when the lease was alive after its reads landed, and, where checksums are asked for, when its granules agree:
+from then on it is ours, whatever happens to the file. When the reads of a buffer fail, they and then the pieces in
 them are tried alone: the failure cuts at the first piece that fails again, and what lies before is read on.
 """
 
@@ -71,7 +71,6 @@ class FilePath:
         late: Callable[[], bool],
         *,
         gap_bytes_max: int,
-        halves: int = 2,
     ) -> None:
         self._runs = list(runs)
         self._target = target
@@ -85,7 +84,6 @@ class FilePath:
         self._verifier = verifier
         self._late = late
         self._gap_bytes_max = gap_bytes_max
-        self._halves = halves
         self._stream: ReadStream | None = None
         self._planned: deque[Step] = deque()
         self._base = 0  # layer that the stream's layer 0 is
@@ -106,12 +104,12 @@ class FilePath:
         return self._mover.moving()
 
     def ahead(self, timeout_s: float) -> None:
-        """Have both halves filling, if staging is free at once."""
+        """Have all buffers filling, if staging is free at once."""
         if self._stream is None and self.layers_done < self._progress.layers:
             self._open(timeout_s, staging_timeout_s=0.0)
 
     def step(self, timeout_s: float) -> None:
-        """Bring what one half holds; returns empty-handed after `timeout_s`."""
+        """Bring what one buffer holds; returns empty-handed after `timeout_s`."""
         if self._stream is None and not self._open(timeout_s, staging_timeout_s=timeout_s):
             return
         assert self._stream is not None
@@ -213,27 +211,27 @@ class FilePath:
         steps = plan_restore(
             wanted,
             self._target.planes[self._base :],
-            window_half_bytes=window.half_bytes,
+            buffer_bytes=window.buffer_bytes,
             gap_bytes_max=self._gap_bytes_max,
             whole_granules=self._verifier is not None,
         )
-        return ReadStream(self._remembered(steps), self._files, self._mover, window, halves=self._halves)
+        return ReadStream(self._remembered(steps), self._files, self._mover, window)
 
     def _remembered(self, steps: Iterator[Step]) -> Iterator[Step]:
         for step in steps:
             self._planned.append(step)
             yield step
 
-    def _scatter(self, step: Step, half: Any) -> None:
-        """Check a half that has landed, and copy it into the slots."""
+    def _scatter(self, step: Step, buffer: Any) -> None:
+        """Check a buffer that has landed, and copy it into the slots."""
         try:
             self._lease.check()
-            self._check(step, half)
+            self._check(step, buffer)
             pieces = [(piece, self._progress.wanted(piece.position, piece.blocks)) for piece in step.pieces]
             if self._late():
                 self._progress.stop(Unavailable(DEADLINE))
             if not self._progress.over:
-                self._memory.submit([self._move(half, *piece) for piece in pieces if piece[1]]).wait()
+                self._memory.submit([self._move(buffer, *piece) for piece in pieces if piece[1]]).wait()
                 for piece, blocks in pieces:
                     self._progress.put(self._base + piece.layer, piece.position, blocks)
         except Unavailable as error:
@@ -241,18 +239,18 @@ class FilePath:
             return
         self.layers_done = self._base + step.layers_done
 
-    def _check(self, step: Step, half: Any) -> None:
+    def _check(self, step: Step, buffer: Any) -> None:
         if self._verifier is None:
             return
         for check in step.checks:
             placed = self._runs[check.run]
-            data = half[check.offset : check.offset + check.size_bytes]
+            data = buffer[check.offset : check.offset + check.size_bytes]
             bad = self._verifier.first_bad(placed, check.plane, check.first_block, check.blocks, data)
             if bad is not None:
                 self._progress.cut(bad, Corrupt(f"a block of {placed.run.segment} differs from its checksum"))
 
-    def _move(self, half: Any, piece: Piece, blocks: int) -> Move:
-        data = half[piece.offset : piece.offset + blocks * piece.plane_bytes]
+    def _move(self, buffer: Any, piece: Piece, blocks: int) -> Move:
+        data = buffer[piece.offset : piece.offset + blocks * piece.plane_bytes]
         return Move(
             MemorySpan(data), self._target.span(self._base + piece.layer, piece.position, blocks, piece.plane_bytes)
         )
@@ -274,16 +272,16 @@ class FilePath:
 
     def _failing(self, step: Step, window: Window, timeout_s: float) -> list[int]:
         """Positions of the pieces that cannot be read, each tried alone: a read may span segments, and fail for one."""
-        half, positions = window.halves[0], []
+        buffer, positions = window.buffers[0], []
         try:
             for read in step.reads:
-                if self._readable(read.file, read.offset, half[: read.size_bytes], timeout_s):
+                if self._readable(read.file, read.offset, buffer[: read.size_bytes], timeout_s):
                     continue
                 for piece in step.pieces:
                     if read.target <= piece.offset < read.target + read.size_bytes:
                         start = piece.offset // ALIGN_BYTES * ALIGN_BYTES
                         size = align_up(piece.offset + piece.size_bytes) - start
-                        if not self._readable(read.file, read.offset + start - read.target, half[:size], timeout_s):
+                        if not self._readable(read.file, read.offset + start - read.target, buffer[:size], timeout_s):
                             positions.append(piece.position)
         except TimeoutError:
             window.close(self.moving())
@@ -305,7 +303,7 @@ class FilePath:
                 if verifier.knows(placed):
                     verifier.learn(placed)
                     continue
-                buffer = window.halves[0][:size] if size <= window.half_bytes else aligned_buffer(size)
+                buffer = window.buffers[0][:size] if size <= window.buffer_bytes else aligned_buffer(size)
                 self._read(placed.run.file_id, offset, buffer, timeout_s)
                 verifier.learn(placed, buffer)
             except (Unavailable, Corrupt) as error:

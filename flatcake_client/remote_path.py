@@ -1,11 +1,11 @@
 """Another node in a restore: its memory is read as a file is, where the file is that node's arena; its files by its own hand.
 
-    arena there --one-sided get--> window half --check--> slots        one half is scattered while the other fills
-    files there --staged there, one-sided get--> window half ...
-    files there --NVMe-oF, preadv of the namespace--> window half ...        where they are exported
+    arena there --one-sided get--> buffer --check--> slots        one is scattered while the others fill
+    files there --staged there, one-sided get--> buffer ...
+    files there --NVMe-oF, preadv of the namespace--> buffer ...        where they are exported
 
 So everything that `file_path.py` keeps to holds here: long reads in layer order, nothing in the engine's memory but by our own
-copy from a window, a half trusted only when the lease was alive after its gets had landed, checksums compared where the
+copy from a window, a buffer trusted only when the lease was alive after its gets had landed, checksums compared where the
 node says so. A window goes back to its pool only when no get touches it any more, also when the peer is dead.
 """
 

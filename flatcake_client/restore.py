@@ -1,6 +1,6 @@
 """A hit, brought into the engine's slots layer by layer, driven by its caller.
 
-`wait_layer(l)` pumps until layer l is in place; what is read ahead meanwhile lands in staging (a window of two halves), so the
+`wait_layer(l)` pumps until layer l is in place; what is read ahead meanwhile lands in staging (a window of a few buffers), so the
 caller may compute on layer l while layer l+1 is on its way. Paths work side by side: this node's arena (memory_path.py), its
 files, and each medium of each other node that a hit lies on (file_path.py). What all keep to:
 
@@ -75,7 +75,6 @@ class ReadTools:
     memory: Mover
     staging: StagingPool
     gap_bytes_max: int = GAP_BYTES_MAX
-    halves: int = 2
     job_bytes: int = JOB_BYTES
 
 
@@ -152,7 +151,7 @@ class Restore:
             verifier = _verifier(source, spec, hit.shard, keys)
             return FilePath(
                 runs, aim, self._progress, source.lease, tools.files, tools.memory, tools.staging, source.files,
-                verifier, late, gap_bytes_max=tools.gap_bytes_max, halves=tools.halves,
+                verifier, late, gap_bytes_max=tools.gap_bytes_max,
             )  # fmt: skip
 
         self._remote: list[FilePath] = []

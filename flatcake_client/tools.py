@@ -34,20 +34,20 @@ from flatcake_transport.movers import mover_for
 from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.movers.ucx import UcxMover
 from flatcake_transport.movers.ucx_staged import BySpan, StagedMover
-from flatcake_transport.plan import GAP_BYTES_MAX, window_half_bytes_min
+from flatcake_transport.plan import GAP_BYTES_MAX, buffer_bytes_min
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import StagingPool, StagingStats, aligned_buffer, device_buffer
 
 log = logging.getLogger(__name__)
 
-# With 4 MiB commands, 8 are under way a half. Measured on a 2-core virtual disk, restore over raw: 8 MiB 0.7-0.85, 16 MiB 0.83,
-# 32 MiB 0.95, 48 and 64 MiB no more.
-WINDOW_HALF_BYTES: Final = 32 << 20
+# A window is read and scattered piece by piece, so that only the first read and the last scatter of a restore stand alone: small
+# buffers, and enough of them that the disk has its commands while one is scattered.
+BUFFER_BYTES: Final = 4 << 20
+BUFFERS: Final = 8
 STAGING_BYTES: Final = 1 << 30
-WRITE_HALF_BYTES: Final = 8 << 20
 WRITE_SHARE: Final = 4  # one part in four of the staging
-DEVICE_STAGING_BYTES: Final = 256 << 20  # four windows: the engine's KV wants the rest of the device
-REMOTE_STAGING_BYTES: Final = 256 << 20  # four windows: a link of 25 GB/s fills one half in 1.3 ms
+DEVICE_STAGING_BYTES: Final = 256 << 20  # eight windows: the engine's KV wants the rest of the device
+REMOTE_STAGING_BYTES: Final = 256 << 20  # eight windows
 
 # A staging waits for a slot, a disk and two round trips: one that is told "not now" asks again, one that hears nothing fails.
 STAGE_TIMEOUT_S_MIN: Final = 3.0
@@ -57,15 +57,15 @@ class Tools:
     """Thread-safe."""
 
     def __init__(
-        self, window_half_bytes: int, staging_bytes: int, *, gap_bytes_max: int = GAP_BYTES_MAX, halves: int = 2
+        self, buffer_bytes: int, staging_bytes: int, *, gap_bytes_max: int = GAP_BYTES_MAX, buffers: int = BUFFERS
     ) -> None:
-        """`gap_bytes_max`, `halves`: as `connect`.
+        """`gap_bytes_max`, `buffers`: as `connect`.
 
         Raises: ValueError: sizes below a page, or staging that holds no window for reads and one for writes.
         """
-        if halves not in (1, 2) or gap_bytes_max < -1:
-            raise ValueError(f"halves is {halves} and gap_bytes_max {gap_bytes_max}: expected 1 or 2, and -1 or more")
-        self._gap_bytes_max, self._halves = gap_bytes_max, halves
+        if buffers < 1 or gap_bytes_max < -1:
+            raise ValueError(f"buffers is {buffers} and gap_bytes_max {gap_bytes_max}: expected from 1 and -1")
+        self._gap_bytes_max, self._buffers = gap_bytes_max, buffers
         self._lock = threading.RLock()
         self._staging_bytes = staging_bytes
         self._memory: Mover | None = None
@@ -73,22 +73,23 @@ class Tools:
         self._direct: dict[str, tuple[Mover, StagingPool] | None] = {}  # by device; None: not there
         self._remote: tuple[UcxMover, StagingPool] | None = None
         self._served: tuple[StagedMover, StagingPool] | None = None
-        self._reading = self._pool(max(window_half_bytes, ALIGN_BYTES), staging_bytes - staging_bytes // WRITE_SHARE)
-        self._writing = self._pool(min(window_half_bytes, WRITE_HALF_BYTES), staging_bytes // WRITE_SHARE)
+        self._window_bytes = buffers * buffer_bytes
+        self._reading = self._read_pool(max(buffer_bytes, ALIGN_BYTES))
+        self._writing = self._write_pool(buffer_bytes)
 
     def fit(self, spec: SpaceSpec) -> None:
-        """Have halves that hold a space's planes. Raises: ValueError: the staging is too small for them."""
-        need = align_up(window_half_bytes_min(segment_layout(spec, 1), whole_granules=True))
+        """Have buffers that hold a space's planes. Raises: ValueError: the staging is too small for them."""
+        need = align_up(buffer_bytes_min(segment_layout(spec, 1), whole_granules=True))
         with self._lock:
             try:
-                if need > self._reading.half_bytes:
-                    self._reading = self._pool(need, self._staging_bytes - self._staging_bytes // WRITE_SHARE)
-                if need > self._writing.half_bytes:
-                    self._writing = self._pool(need, self._staging_bytes // WRITE_SHARE)
+                if need > self._reading.buffer_bytes:
+                    self._reading = self._read_pool(need)
+                if need > self._writing.buffer_bytes:
+                    self._writing = self._write_pool(need)
             except ValueError as error:
                 raise ValueError(
-                    f"planes of {max(spec.plane_bytes)} bytes need halves of {need} bytes: raise staging_bytes "
-                    f"({self._staging_bytes}) to {8 * need}, or use smaller blocks"
+                    f"planes of {max(spec.plane_bytes)} bytes need buffers of {need} bytes: raise staging_bytes "
+                    f"({self._staging_bytes}) to {4 * need}, or use smaller blocks"
                 ) from error
 
     def reading(self, device: str = "cpu", *, verify: bool = False) -> ReadTools:
@@ -106,7 +107,7 @@ class Tools:
         """
         with self._lock:
             mover = self._remote[0] if self._remote else UcxMover(peer_timeout_s=peer_timeout_s)
-            if self._remote is None or self._remote[1].half_bytes < self._reading.half_bytes:
+            if self._remote is None or self._remote[1].buffer_bytes < self._reading.buffer_bytes:
                 self._remote = (mover, self._remote_pool(mover))
             return self._read_tools(mover, self._remote[1])
 
@@ -122,14 +123,15 @@ class Tools:
                 stage_timeout_s = max(peer_timeout_s, STAGE_TIMEOUT_S_MIN)
                 mover = StagedMover(gets, stage_timeout_s=stage_timeout_s, patience_s=patience_s)
                 self._served = (mover, self._remote_pool(mover))
-            elif self._served[1].half_bytes < self._reading.half_bytes:
+            elif self._served[1].buffer_bytes < self._reading.buffer_bytes:
                 self._served = (self._served[0], self._remote_pool(self._served[0]))
             return self._read_tools(BySpan(files, self._served[0]), self._served[1])
 
     def _remote_pool(self, mover: Mover) -> StagingPool:
-        half_bytes = self._reading.half_bytes
-        staging_bytes = max(REMOTE_STAGING_BYTES, 2 * half_bytes)
-        return StagingPool(staging_bytes, half_bytes, allocate=partial(self._remote_buffer, mover))
+        buffer_bytes = self._reading.buffer_bytes
+        buffers = self._buffers_of(buffer_bytes)
+        staging_bytes = max(REMOTE_STAGING_BYTES, buffers * buffer_bytes)
+        return StagingPool(staging_bytes, buffer_bytes, buffers, allocate=partial(self._remote_buffer, mover))
 
     def _remote_buffer(self, mover: Mover, size_bytes: int) -> Any:
         buffer = self._buffer(size_bytes)
@@ -138,18 +140,20 @@ class Tools:
         return buffer
 
     def _read_tools(self, files: Mover, staging: StagingPool) -> ReadTools:
-        return ReadTools(files, self._memory_mover(), staging, gap_bytes_max=self._gap_bytes_max, halves=self._halves)
+        return ReadTools(files, self._memory_mover(), staging, gap_bytes_max=self._gap_bytes_max)
 
     def _direct_to(self, device: str) -> tuple[Mover, StagingPool] | None:
-        half_bytes = self._reading.half_bytes
-        if device not in self._direct or (self._direct[device] or (None, self._reading))[1].half_bytes < half_bytes:
+        buffer_bytes = self._reading.buffer_bytes
+        if device not in self._direct or (self._direct[device] or (None, self._reading))[1].buffer_bytes < buffer_bytes:
             mover = mover_for(Medium.SSD, device)
             self._direct[device] = None
             if isinstance(mover, PosixMover):  # no GDS here: its host windows are the ones we have
                 mover.close()
             else:
-                staging_bytes = max(DEVICE_STAGING_BYTES, 2 * half_bytes)
-                pool = StagingPool(staging_bytes, half_bytes, allocate=partial(self._device_buffer, mover, device))
+                buffers = self._buffers_of(buffer_bytes)
+                staging_bytes = max(DEVICE_STAGING_BYTES, buffers * buffer_bytes)
+                allocate = partial(self._device_buffer, mover, device)
+                pool = StagingPool(staging_bytes, buffer_bytes, buffers, allocate=allocate)
                 try:
                     pool.open_window(0.0).close()
                 except Overloaded as error:
@@ -213,8 +217,17 @@ class Tools:
                 self._files = mover_for(Medium.SSD)
             return self._files
 
-    def _pool(self, half_bytes: int, bytes_max: int) -> StagingPool:
-        return StagingPool(bytes_max, half_bytes, allocate=self._buffer)
+    def _read_pool(self, buffer_bytes: int) -> StagingPool:
+        bytes_max = self._staging_bytes - self._staging_bytes // WRITE_SHARE
+        return StagingPool(bytes_max, buffer_bytes, self._buffers_of(buffer_bytes), allocate=self._buffer)
+
+    def _write_pool(self, buffer_bytes: int) -> StagingPool:
+        """Windows of one buffer: a write takes what it gathers into, and holds no more."""
+        return StagingPool(self._staging_bytes // WRITE_SHARE, buffer_bytes, 1, allocate=self._buffer)
+
+    def _buffers_of(self, buffer_bytes: int) -> int:
+        """How many a window has: larger ones are fewer, but one is read while another is scattered."""
+        return max(min(self._buffers, 2), min(self._buffers, self._window_bytes // buffer_bytes))
 
     def _buffer(self, size_bytes: int) -> Any:
         buffer = aligned_buffer(size_bytes)

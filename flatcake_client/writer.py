@@ -1,7 +1,7 @@
 """A turn: what the engine computed, written layer by layer into the space the daemon reserved for it.
 
     memory part   slots --gather--> arena                                     lands before write_layer returns
-    file part     slots --gather--> half of a window --write--> session file  writes go on while the next half is gathered
+    file part     slots --gather--> buffer of a window --write--> session file  writes go on while the next buffer is gathered
 
 Checksums (xxh3 a granule) are taken from the gathered bytes while the cache has them, so they cover the way to the medium. Of
 memory they cost 15 to 25 % of a store, so they are left out where nobody would compare them. Staging
@@ -267,34 +267,27 @@ class Turn:
         slots: Slots,
         deadline_s: float,
     ) -> NDArray[np.uint64]:
-        """Gather and write one plane, a half at a time; the last writes go on after this returns. Its checksums."""
+        """Gather and write one plane, a buffer at a time; the last writes go on after this returns. Its checksums."""
         if not self._files:
             self._files = self._home.files(self._grant.turn_id, deadline_s - self._now_s())
         file = self._files.get(part.file_id)
         if file is None:
             raise Unavailable(f"the daemon handed over no descriptor of file {part.file_id}")
-        steps = plan_writes(layout, plane, window_half_bytes=tools.staging.half_bytes)
+        steps = plan_writes(layout, plane, buffer_bytes=tools.staging.buffer_bytes)
         plane_bytes = int(layout.plane_bytes[plane])
-        window: Window | None = None
-        moving: list[Transfer] = []
         sums: list[NDArray[np.uint64]] = []
-        try:
-            for number, step in enumerate(steps):
-                if number % 2 == 0:  # a window more, not this one again: the disk never waits for the next gather
-                    if window is not None:
-                        window.close(moving)
-                    window, moving = self._open_window(tools.staging, deadline_s), []
-                assert window is not None
-                half = window.halves[number % 2]
-                gathered = half[step.gather_offset : step.gather_offset + step.blocks * plane_bytes]
+        for step in steps:  # a window more each, not one again: the disk never waits for the next gather
+            window, moving = self._open_window(tools.staging, deadline_s), []
+            buffer = window.buffers[0]
+            try:
+                gathered = buffer[step.gather_offset : step.gather_offset + step.blocks * plane_bytes]
                 span = PagedSpan(source, slots[step.first_block : step.first_block + step.blocks], plane_bytes)
                 unchecked_blocks = (step.checked_offset - step.gather_offset) // plane_bytes
                 sums.append(_gather(tools.memory, span, gathered, unchecked_blocks, step.granule_bytes, algorithm))
-                aligned = half[step.source_offset : step.source_offset + step.size_bytes]
+                aligned = buffer[step.source_offset : step.source_offset + step.size_bytes]
                 aligned[step.size_bytes - step.zero_bytes :] = 0
                 moving.append(self._submit(tools.files, file, part, step, aligned))
-        finally:
-            if window is not None:
+            finally:
                 window.close(moving)
         return np.concatenate(sums)
 

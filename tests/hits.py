@@ -20,7 +20,7 @@ from flatcake_transport.layout import SegmentLayout, align_up, segment_layout
 from flatcake_transport.mover import Move, MoverStats
 from flatcake_transport.movers.memory import MemoryMover
 from flatcake_transport.movers.posix import PosixMover
-from flatcake_transport.plan import window_half_bytes_min
+from flatcake_transport.plan import buffer_bytes_min
 from flatcake_transport.remote import RemoteMemory, RemoteSpan
 from flatcake_transport.window import OpenFile, StagingPool
 
@@ -150,10 +150,10 @@ class Movers:
         self.files: Any = PosixMover(threads=2)
 
     def reading(self, hit: FakeHit, *, extra_bytes: int = 0, windows: int = 1, job_bytes: int = 1 << 20) -> ReadTools:
-        half = half_bytes_min(hit) + extra_bytes
-        tools = ReadTools(self.files, self.memory, StagingPool(2 * half * windows, half), job_bytes=job_bytes)
+        buffer = hit_buffer_bytes_min(hit) + extra_bytes
+        tools = ReadTools(self.files, self.memory, StagingPool(2 * buffer * windows, buffer), job_bytes=job_bytes)
         if len(hit.chain.far_arena):
-            far = dataclasses.replace(tools, staging=StagingPool(2 * half * windows, half))
+            far = dataclasses.replace(tools, staging=StagingPool(2 * buffer * windows, buffer))
             hit.remote = [FarSource(hit, far)]
         return tools
 
@@ -162,8 +162,8 @@ class Movers:
         self.files.close()
 
 
-def half_bytes_min(hit: FakeHit) -> int:
-    """The smallest window half with which the hit can be restored."""
+def hit_buffer_bytes_min(hit: FakeHit) -> int:
+    """The smallest window buffer with which the hit can be restored."""
     layout = hit.layout_of(1)
     footers = max((run.segment_bytes - hit.layout_of(run.segment_blocks).data_bytes for run in hit.runs), default=0)
-    return align_up(max(window_half_bytes_min(layout, whole_granules=hit.verify), min(footers, 4096)))
+    return align_up(max(buffer_bytes_min(layout, whole_granules=hit.verify), min(footers, 4096)))

@@ -28,7 +28,6 @@ from flatcake_client.engines.transformers import RequestHints, TransformersEngin
 
 Answer = dict[str, Any]
 
-WINDOW_HALF_BYTES: Final = 4 << 20
 TIMEOUT_S: Final = 2.0
 
 
@@ -39,8 +38,7 @@ class DemoEngine:
         self, endpoint: str, shape: ModelShape, dtype: torch.dtype, block_tokens: int, timeout_s: float = TIMEOUT_S
     ) -> None:
         self._model = make_model(shape, dtype=dtype)
-        # Small halves, since sessions here are small: of 25 MB, two halves of 16 MiB would hardly overlap.
-        self._client = fc.connect(endpoint, timeout_s, name="demo-engine", window_half_bytes=WINDOW_HALF_BYTES)
+        self._client = fc.connect(endpoint, timeout_s, name="demo-engine")
         self._engine = TransformersEngine(self._model, self._client, block_tokens=block_tokens)
         # Libraries choose their kernels at the first call: no request of the demo should pay for that.
         self._engine.generate([1] * 100, 2, cached=False)

@@ -4,7 +4,7 @@
     eviction-layout  a turn goes to files as a tiered store evicts: a few blocks at a time, into the file that is open then, so a session
                      lies scattered over all files of its time
     no-merge         every block of every layer is a read of its own
-    window-of-one    one half of the window: nothing is read while what was read is scattered
+    window-of-one    one buffer in the window: nothing is read while what was read is scattered
     memory-off       everything has its home on SSD
 
 Each changes one thing, in the real client and daemon; all else stays.
@@ -57,7 +57,7 @@ class FlatCakeSystem:
         """Raises: ValueError: sizes the daemon or the client refuses. Unavailable: the daemon does not serve."""
         self._ablation = options.ablation
         self._node = None if options.endpoint else Node(budget.ssd_dir, _daemon_options(budget, options))
-        reads = {"no-merge": {"gap_bytes_max": -1}, "window-of-one": {"halves": 1}}.get(options.ablation, {})
+        reads = {"no-merge": {"gap_bytes_max": -1}, "window-of-one": {"buffers": 1}}.get(options.ablation, {})
         try:
             endpoint = options.endpoint or (self._node.endpoint if self._node else "")
             self._client = fc.connect(endpoint, timeout_s=10.0, name=run_name, **reads)

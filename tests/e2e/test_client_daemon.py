@@ -19,10 +19,10 @@ import flatcake_client as fc
 
 @pytest.mark.parametrize("verify", ["off", "all"])
 def test_media_and_windows(tmp_path, verify):
-    """Shared heads go to memory, the rest to SSD; odd planes, small halves, several parts a hit."""
+    """Shared heads go to memory, the rest to SSD; odd planes, small buffers, several parts a hit."""
     with (
         Daemon(tmp_path, verify=verify) as daemon,
-        connect(daemon, window_half_bytes=1 << 20, staging_bytes=16 << 20) as client,
+        connect(daemon, buffer_bytes=1 << 20, staging_bytes=16 << 20) as client,
     ):
         kv = Kv(client, layers=5, plane_bytes=70_001)
         head = kv.tokens(0, 12)

@@ -117,7 +117,7 @@ def test_a_read_that_is_overtaken_by_its_leases_end(node, monkeypatch):
 
 def test_progress_keeps_a_lease_beyond_its_ttl(node, monkeypatch):
     """A disk so slow that the restore takes longer than the ttl: renewed by its progress, all of it comes."""
-    with connect(node, window_half_bytes=1 << 20) as client:
+    with connect(node, buffer_bytes=1 << 20, buffers=1) as client:
         kv = Kv(client, model="progress", layers=8, plane_bytes=100_000)
         kv.store(kv.tokens(1, 6), session="progress")
         real = posix._preadv

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hits import FakeHit, half_bytes_min
+from hits import FakeHit, hit_buffer_bytes_min
 from homes import FakeHome
 from images import Chain
 from waiting import until
@@ -88,8 +88,8 @@ def story(tmp_path: Path, disk):
         PosixMover(threads=2, command_bytes_max=COMMAND, in_flight_bytes_max=COMMAND),
         MemoryMover(threads=0),
     )
-    half = half_bytes_min(hit)
-    reading = StagingPool(4 * half, half)
+    buffer = hit_buffer_bytes_min(hit)
+    reading = StagingPool(4 * buffer, buffer)
     writing = WriteTools(files, memory, StagingPool(2 * GRANULE, GRANULE))
     (tmp_path / "home").mkdir()
     home = FakeHome(SPEC, tmp_path / "home")

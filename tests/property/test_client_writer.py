@@ -16,7 +16,7 @@ from flatcake_client.writer import Turn, WriteTools
 from flatcake_transport.layout import align_up, segment_layout
 from flatcake_transport.movers.memory import MemoryMover
 from flatcake_transport.movers.posix import PosixMover
-from flatcake_transport.plan import window_half_bytes_min
+from flatcake_transport.plan import buffer_bytes_min
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import StagingPool
 
@@ -35,9 +35,9 @@ def test_a_turn_writes_its_segments(data: st.DataObject) -> None:
         parts.append((at + gap, blocks, in_memory))
         at += gap + blocks
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    half = align_up(window_half_bytes_min(segment_layout(spec, 1), whole_granules=True))
-    half += data.draw(st.sampled_from([0, 4096, 1 << 20]), "extra half bytes")
-    tools = WriteTools(PosixMover(threads=2), MemoryMover(threads=1, inline_bytes=0), StagingPool(4 * half, half))
+    buffer = align_up(buffer_bytes_min(segment_layout(spec, 1), whole_granules=True))
+    buffer += data.draw(st.sampled_from([0, 4096, 1 << 20]), "extra buffer bytes")
+    tools = WriteTools(PosixMover(threads=2), MemoryMover(threads=1, inline_bytes=0), StagingPool(4 * buffer, buffer))
     try:
         with tempfile.TemporaryDirectory() as root:
             home = FakeHome(spec, Path(root))

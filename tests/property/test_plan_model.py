@@ -13,10 +13,10 @@ from flatcake_transport.layout import ALIGN_BYTES, segment_layout
 from flatcake_transport.plan import (
     Extent,
     FileRun,
+    buffer_bytes_min,
     plan_reads,
     plan_restore,
     plan_writes,
-    window_half_bytes_min,
 )
 from flatcake_transport.space import SpaceSpec
 
@@ -122,25 +122,25 @@ def test_restore_brings_every_block_once(
 ) -> None:
     spec, runs = hit
     layouts = [run.layout for run in runs] or [segment_layout(spec, 1)]
-    half_bytes = max(window_half_bytes_min(x, whole_granules=whole) for x in layouts) + more_pages * ALIGN_BYTES
+    buffer_bytes = max(buffer_bytes_min(x, whole_granules=whole) for x in layouts) + more_pages * ALIGN_BYTES
     shard = data.draw(st.integers(0, spec.shards - 1))
     planes = range(shard * spec.layers, (shard + 1) * spec.layers)
     files = make_files(runs)
-    half = np.zeros(half_bytes, np.uint8)
+    buffer = np.zeros(buffer_bytes, np.uint8)
     seen: set[tuple[int, int]] = set()
     layers_done = 0
-    steps = list(plan_restore(runs, planes, window_half_bytes=half_bytes, gap_bytes_max=gap, whole_granules=whole))
+    steps = list(plan_restore(runs, planes, buffer_bytes=buffer_bytes, gap_bytes_max=gap, whole_granules=whole))
     for step in steps:
-        half[:] = 0xEE
+        buffer[:] = 0xEE
         at = 0
         for read in step.reads:
             assert (read.offset % ALIGN_BYTES, read.size_bytes % ALIGN_BYTES, read.target % ALIGN_BYTES) == (0, 0, 0)
-            assert read.target == at, "reads stand side by side in the half"
+            assert read.target == at, "reads stand side by side in the buffer"
             at += read.size_bytes
             source = files[read.file][read.offset : read.offset + read.size_bytes]
             assert len(source) == read.size_bytes, "a read past the end of the segment"
-            half[read.target : at] = source
-        assert step.size_bytes == at <= half_bytes
+            buffer[read.target : at] = source
+        assert step.size_bytes == at <= buffer_bytes
         for piece in step.pieces:
             run = runs[piece.run]
             for i in range(piece.blocks):
@@ -149,7 +149,7 @@ def test_restore_brings_every_block_once(
                 seen.add((piece.layer, position))
                 expected = stamp(run, planes[piece.layer], run.first_block + position - run.position)
                 start = piece.offset + i * piece.plane_bytes
-                assert np.array_equal(half[start : start + piece.plane_bytes], expected)
+                assert np.array_equal(buffer[start : start + piece.plane_bytes], expected)
         assert bool(step.checks) == whole
         for check in step.checks:
             layout = runs[check.run].layout
@@ -164,23 +164,25 @@ def test_restore_brings_every_block_once(
             whole_bytes = np.concatenate(
                 [stamp(runs[check.run], check.plane, b) for b in range(check.first_block, end)]
             )
-            assert np.array_equal(half[check.offset : check.offset + check.size_bytes], whole_bytes)
+            assert np.array_equal(buffer[check.offset : check.offset + check.size_bytes], whole_bytes)
         assert step.layers_done >= layers_done
         layers_done = step.layers_done
         complete = {(layer, p) for layer in range(layers_done) for p in positions(runs)}
         assert complete <= seen, "a layer is called done before its last block"
     assert seen == {(layer, p) for layer in range(spec.layers) for p in positions(runs)}
     assert not steps or steps[-1].layers_done == spec.layers
-    check_command_bound(runs, planes, steps, half_bytes, whole)
+    check_command_bound(runs, planes, steps, buffer_bytes, whole)
 
 
 def positions(runs: list[FileRun]) -> list[int]:
     return [run.position + i for run in runs for i in range(run.blocks)]
 
 
-def check_command_bound(runs: list[FileRun], planes: range, steps: list, half_bytes: int, whole: bool) -> None:
-    """Layers x runs reads at most, but for planes that one half cannot hold."""
-    if whole or any(r.layout.granule_bytes(p) * r.blocks + 2 * ALIGN_BYTES > half_bytes for r in runs for p in planes):
+def check_command_bound(runs: list[FileRun], planes: range, steps: list, buffer_bytes: int, whole: bool) -> None:
+    """Layers x runs reads at most, but for planes that one buffer cannot hold."""
+    if whole or any(
+        r.layout.granule_bytes(p) * r.blocks + 2 * ALIGN_BYTES > buffer_bytes for r in runs for p in planes
+    ):
         return
     assert sum(len(step.reads) for step in steps) <= len(planes) * len(runs)
 
@@ -189,25 +191,25 @@ def check_command_bound(runs: list[FileRun], planes: range, steps: list, half_by
 def test_writes_put_every_byte_in_its_place(spec: SpaceSpec, blocks: int, more_pages: int, data: st.DataObject) -> None:
     layout = segment_layout(spec, blocks)
     plane = data.draw(st.integers(0, layout.planes - 1))
-    half_bytes = window_half_bytes_min(layout, whole_granules=False) + more_pages * ALIGN_BYTES
+    buffer_bytes = buffer_bytes_min(layout, whole_granules=False) + more_pages * ALIGN_BYTES
     run = FileRun(0, 0, layout, 0, blocks, 0)
     file = np.full(layout.data_bytes, 0xEE, np.uint8)
     size = int(layout.plane_bytes[plane])
     granules: list[int] = []
     at = int(layout.plane_offset[plane])
-    for step in plan_writes(layout, plane, window_half_bytes=half_bytes):
-        half = np.full(half_bytes, 0xDD, np.uint8)
-        assert step.gather_offset + step.blocks * size + step.zero_bytes <= half_bytes
+    for step in plan_writes(layout, plane, buffer_bytes=buffer_bytes):
+        buffer = np.full(buffer_bytes, 0xDD, np.uint8)
+        assert step.gather_offset + step.blocks * size + step.zero_bytes <= buffer_bytes
         for i in range(step.blocks):
             start = step.gather_offset + i * size
-            half[start : start + size] = stamp(run, plane, step.first_block + i)
+            buffer[start : start + size] = stamp(run, plane, step.first_block + i)
         end = step.gather_offset + step.blocks * size
-        half[end : end + step.zero_bytes] = 0
+        buffer[end : end + step.zero_bytes] = 0
         assert (step.offset % ALIGN_BYTES, step.size_bytes % ALIGN_BYTES, step.source_offset % ALIGN_BYTES) == (0, 0, 0)
         assert step.offset == at
         at += step.size_bytes
-        file[step.offset : at] = half[step.source_offset : step.source_offset + step.size_bytes]
-        checked = half[step.checked_offset : step.checked_offset + step.checked_bytes]
+        file[step.offset : at] = buffer[step.source_offset : step.source_offset + step.size_bytes]
+        checked = buffer[step.checked_offset : step.checked_offset + step.checked_bytes]
         for g in range(step.granules):
             unit = int(layout.granule_blocks[plane])
             first = (step.first_granule - int(layout.granule_first[plane]) + g) * unit

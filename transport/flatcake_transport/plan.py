@@ -2,15 +2,15 @@
 
 A restore reads layer by layer. For each plane, the bytes a hit wants of one segment are one range; ranges are sorted by
 (file, offset), ranges that touch are merged, and gaps of at most `gap_bytes_max` are read along because a further command
-costs more. Reads go into window halves; what lands in one half is one `Step`:
+costs more. Reads go into window buffers; what lands in one buffer is one `Step`:
 
-    half    | read 0 ............................ | read 1 ....... | free |
+    buffer  | read 0 ............................ | read 1 ....... | free |
             | slack | piece (layer 0, run 0) | gap | piece | ..
-    every read: offset, size and place in the half are multiples of 4 KiB, so O_DIRECT takes it
+    every read: offset, size and place in the buffer are multiples of 4 KiB, so O_DIRECT takes it
 
-Invariants: every wanted block of every plane is in exactly one piece; a step's reads fit one half and do not overlap there;
-layers complete in order; a range that fits a half is never cut, so there are at most layers x segments reads, plus one
-for each further half that a plane larger than a half needs. Cuts fall between blocks, or between granules where whole
+Invariants: every wanted block of every plane is in exactly one piece; a step's reads fit one buffer and do not overlap there;
+layers complete in order; a range that fits a buffer is never cut, so there are at most layers x segments reads, plus one
+for each further buffer that a plane larger than a buffer needs. Cuts fall between blocks, or between granules where whole
 granules are asked for (a checksum needs all of its bytes).
 
 Loops here run over ranges and reads, never over blocks.
@@ -140,7 +140,7 @@ def one_by_one(run: FileRun) -> list[FileRun]:
 
 @dataclass(frozen=True, slots=True)
 class StepRead:
-    """Read `size_bytes` at `offset` of `file` to `target` bytes into the half. All three are multiples of 4 KiB."""
+    """Read `size_bytes` at `offset` of `file` to `target` bytes into the buffer. All three are multiples of 4 KiB."""
 
     file: int
     offset: int
@@ -150,13 +150,13 @@ class StepRead:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Blocks of one layer, contiguous in the half: scatter them to `slots[position : position + blocks]` of the layer."""
+    """Blocks of one layer, contiguous in the buffer: scatter them to `slots[position : position + blocks]` of the layer."""
 
     layer: int
     run: int  # position in the planned runs
     position: int
     blocks: int
-    offset: int  # in the half
+    offset: int  # in the buffer
     plane_bytes: int
 
     @property
@@ -166,7 +166,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Whole granules in the half: `size_bytes` from `offset` have the checksums `first_granule ..` of the run's segment."""
+    """Whole granules in the buffer: `size_bytes` from `offset` have the checksums `first_granule ..` of the run's segment."""
 
     run: int
     plane: int
@@ -181,7 +181,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one window half brings. When it is scattered, layers `0 .. layers_done - 1` have all their bytes."""
+    """What one window buffer brings. When it is scattered, layers `0 .. layers_done - 1` have all their bytes."""
 
     reads: tuple[StepRead, ...]
     pieces: tuple[Piece, ...]
@@ -190,22 +190,22 @@ class Step:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes used of the half, and bytes read."""
+        """Bytes used of the buffer, and bytes read."""
         return self.reads[-1].target + self.reads[-1].size_bytes
 
 
-def window_half_bytes_min(layout: SegmentLayout, *, whole_granules: bool) -> int:
-    """The smallest half with which any restore or write of this space can be planned: one unit and its alignment."""
+def buffer_bytes_min(layout: SegmentLayout, *, whole_granules: bool) -> int:
+    """The smallest buffer with which any restore or write of this space can be planned: one unit and its alignment."""
     blocks = layout.granule_blocks if whole_granules else 1
     read_bytes = align_up(int((layout.plane_bytes * blocks).max())) + ALIGN_BYTES
-    return max(read_bytes, *(_write_half_bytes_min(layout, plane) for plane in range(layout.planes)))
+    return max(read_bytes, *(_write_buffer_bytes_min(layout, plane) for plane in range(layout.planes)))
 
 
 def plan_restore(
     runs: Sequence[FileRun],
     planes: Sequence[int],
     *,
-    window_half_bytes: int,
+    buffer_bytes: int,
     gap_bytes_max: int = GAP_BYTES_MAX,
     whole_granules: bool = False,
 ) -> Iterator[Step]:
@@ -214,18 +214,18 @@ def plan_restore(
     Args:
         runs: what the hit has on files, any order; may lie in one segment. Memory never comes through here.
         planes: planes of the shard in layer order: `range(shard * layers, (shard + 1) * layers)`.
-        window_half_bytes: a multiple of 4 KiB, at least `window_half_bytes_min`.
+        buffer_bytes: a multiple of 4 KiB, at least `buffer_bytes_min`.
         whole_granules: widen to whole checksum granules and say in `Step.checks` what can be verified.
 
     Returns:
         An iterator of steps, none of them empty; no steps when there are no runs.
 
     Raises:
-        ValueError: at the call, not at the first step: a run reaches beyond its segment, a base or the half is not
-            aligned, or the half is too small.
+        ValueError: at the call, not at the first step: a run reaches beyond its segment, a base or the buffer is not
+            aligned, or the buffer is too small.
     """
-    if window_half_bytes % ALIGN_BYTES:
-        raise ValueError(f"window_half_bytes is {window_half_bytes}: expected a multiple of {ALIGN_BYTES}")
+    if buffer_bytes % ALIGN_BYTES:
+        raise ValueError(f"buffer_bytes is {buffer_bytes}: expected a multiple of {ALIGN_BYTES}")
     for run in runs:
         if run.first_block < 0 or run.blocks < 1 or run.first_block + run.blocks > run.layout.blocks:
             raise ValueError(
@@ -233,10 +233,10 @@ def plan_restore(
             )
         if run.offset < 0 or run.offset % ALIGN_BYTES:
             raise ValueError(f"segment at {run.offset} of file {run.file}: expected a multiple of {ALIGN_BYTES}")
-        need = window_half_bytes_min(run.layout, whole_granules=whole_granules)
-        if window_half_bytes < need:
-            raise ValueError(f"window_half_bytes is {window_half_bytes}: this layout needs at least {need}")
-    return _steps(runs, planes, window_half_bytes, gap_bytes_max, whole_granules=whole_granules)
+        need = buffer_bytes_min(run.layout, whole_granules=whole_granules)
+        if buffer_bytes < need:
+            raise ValueError(f"buffer_bytes is {buffer_bytes}: this layout needs at least {need}")
+    return _steps(runs, planes, buffer_bytes, gap_bytes_max, whole_granules=whole_granules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class _Want:
 
 
 def _steps(
-    runs: Sequence[FileRun], planes: Sequence[int], half_bytes: int, gap_bytes_max: int, *, whole_granules: bool
+    runs: Sequence[FileRun], planes: Sequence[int], buffer_bytes: int, gap_bytes_max: int, *, whole_granules: bool
 ) -> Iterator[Step]:
     order = sorted(range(len(runs)), key=lambda r: (runs[r].file, runs[r].offset, runs[r].first_block))
     wants: list[_Want] = []
@@ -267,13 +267,13 @@ def _steps(
                 start = run.offset + run.layout.chunk(plane, first)
                 slack = start % ALIGN_BYTES
                 whole = align_up(slack + (end - first) * plane_bytes)
-                room = half_bytes - used
+                room = buffer_bytes - used
                 fit = end
                 if whole > room:
-                    # A range that fits a half waits for the next one; only a larger one is cut.
-                    blocks = (room - slack) // plane_bytes // unit * unit if whole > half_bytes else 0
+                    # A range that fits a buffer waits for the next one; only a larger one is cut.
+                    blocks = (room - slack) // plane_bytes // unit * unit if whole > buffer_bytes else 0
                     if blocks < 1:
-                        yield _step(runs, wants, extents, half_bytes, gap_bytes_max, layer, checks=whole_granules)
+                        yield _step(runs, wants, extents, buffer_bytes, gap_bytes_max, layer, checks=whole_granules)
                         wants, extents, used = [], [], 0
                         continue
                     fit = first + blocks
@@ -282,24 +282,24 @@ def _steps(
                 used += align_up(slack + (fit - first) * plane_bytes)
                 first = fit
     if wants:
-        yield _step(runs, wants, extents, half_bytes, gap_bytes_max, len(planes), checks=whole_granules)
+        yield _step(runs, wants, extents, buffer_bytes, gap_bytes_max, len(planes), checks=whole_granules)
 
 
 def _step(
     runs: Sequence[FileRun],
     wants: Sequence[_Want],
     extents: Sequence[Extent],
-    half_bytes: int,
+    buffer_bytes: int,
     gap_bytes_max: int,
     layers_done: int,
     *,
     checks: bool,
 ) -> Step:
     order = sorted(range(len(extents)), key=lambda i: (extents[i].file, extents[i].offset))
-    planned = _merge(extents, order, gap_bytes_max, half_bytes, ALIGN_BYTES)
-    if sum(read.size_bytes for read in planned) > half_bytes:
+    planned = _merge(extents, order, gap_bytes_max, buffer_bytes, ALIGN_BYTES)
+    if sum(read.size_bytes for read in planned) > buffer_bytes:
         # The gaps do not fit beside the wanted bytes: then each range is read by itself, which always fits.
-        planned = _merge(extents, order, 0, half_bytes, ALIGN_BYTES)
+        planned = _merge(extents, order, 0, buffer_bytes, ALIGN_BYTES)
     reads: list[StepRead] = []
     place = [0] * len(extents)
     target = 0
@@ -345,14 +345,14 @@ def _check(run: FileRun, want: _Want, offset: int) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class WriteStep:
-    """One aligned write of a plane range, through one half.
+    """One aligned write of a plane range, through one buffer.
 
-    Gather blocks `first_block .. first_block + blocks` to `gather_offset` of the half, zero `zero_bytes` after them (the
-    plane's padding), then write `size_bytes` from `source_offset` of the half to `offset` from the segment's base. A block
+    Gather blocks `first_block .. first_block + blocks` to `gather_offset` of the buffer, zero `zero_bytes` after them (the
+    plane's padding), then write `size_bytes` from `source_offset` of the buffer to `offset` from the segment's base. A block
     that crosses the border of two steps is gathered in both. Offsets and size of the write are multiples of 4 KiB.
 
     The checksums `first_granule .. + granules` of the segment are those of `checked_bytes` from `checked_offset` of the
-    half, in granules of `granule_bytes`: each granule of the plane is whole in exactly one step.
+    buffer, in granules of `granule_bytes`: each granule of the plane is whole in exactly one step.
     """
 
     first_block: int
@@ -369,13 +369,13 @@ class WriteStep:
     checked_bytes: int
 
 
-def plan_writes(layout: SegmentLayout, plane: int, *, window_half_bytes: int) -> list[WriteStep]:
-    """Cut one plane of a new segment into writes that each fit one half. All bytes of the range, padding included.
+def plan_writes(layout: SegmentLayout, plane: int, *, buffer_bytes: int) -> list[WriteStep]:
+    """Cut one plane of a new segment into writes that each fit one buffer. All bytes of the range, padding included.
 
-    Raises: ValueError: the half is not a multiple of 4 KiB, or below `window_half_bytes_min`.
+    Raises: ValueError: the buffer is not a multiple of 4 KiB, or below `buffer_bytes_min`.
     """
-    if window_half_bytes % ALIGN_BYTES or window_half_bytes < _write_half_bytes_min(layout, plane):
-        raise ValueError(f"window_half_bytes is {window_half_bytes}: too small or not a multiple of {ALIGN_BYTES}")
+    if buffer_bytes % ALIGN_BYTES or buffer_bytes < _write_buffer_bytes_min(layout, plane):
+        raise ValueError(f"buffer_bytes is {buffer_bytes}: too small or not a multiple of {ALIGN_BYTES}")
     plane_bytes, start = int(layout.plane_bytes[plane]), int(layout.plane_offset[plane])
     granule_blocks = int(layout.granule_blocks[plane])
     range_bytes = align_up(layout.blocks * plane_bytes)
@@ -384,7 +384,7 @@ def plan_writes(layout: SegmentLayout, plane: int, *, window_half_bytes: int) ->
     while begin < range_bytes:
         first, lead = divmod(begin, plane_bytes)
         gather_offset = -lead % ALIGN_BYTES
-        last = first + (window_half_bytes - gather_offset) // plane_bytes
+        last = first + (buffer_bytes - gather_offset) // plane_bytes
         last = layout.blocks if last >= layout.blocks else last // granule_blocks * granule_blocks
         end = range_bytes if last == layout.blocks else last * plane_bytes // ALIGN_BYTES * ALIGN_BYTES
         granules = layout.granules_of(plane, whole, last - whole)
@@ -408,7 +408,7 @@ def plan_writes(layout: SegmentLayout, plane: int, *, window_half_bytes: int) ->
     return steps
 
 
-def _write_half_bytes_min(layout: SegmentLayout, plane: int) -> int:
+def _write_buffer_bytes_min(layout: SegmentLayout, plane: int) -> int:
     """One granule; where blocks are not whole pages, the block before it that the last step began, and a page to align it."""
     plane_bytes, granule_bytes = int(layout.plane_bytes[plane]), layout.granule_bytes(plane)
     return granule_bytes if plane_bytes % ALIGN_BYTES == 0 else align_up(granule_bytes + plane_bytes) + ALIGN_BYTES

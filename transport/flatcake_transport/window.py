@@ -1,17 +1,20 @@
-"""Bounded staging memory, and the double-buffered stream of reads that a restore drinks from.
+"""Bounded staging memory, and the stream of reads that a restore drinks from.
 
-A `StagingPool` hands out windows: pairs of aligned, pre-faulted halves. It holds at most `bytes_max`; who asks when all are
-out waits, in order of asking, until its deadline. A full window makes the next read wait; nothing is cancelled for lack of
-staging. Halves are touched when first made (a first touch runs at 0.7 GB/s, so never under a read) and kept for reuse.
+A `StagingPool` hands out windows: some buffers of one size, aligned and pre-faulted. It holds at most `bytes_max`; who asks when
+all are out waits, in order of asking, until its deadline. A full window makes the next read wait; nothing is cancelled for lack
+of staging. Windows are touched when first made (a first touch runs at 0.7 GB/s, so never under a read) and kept for reuse, the one
+that came back last first: it is still in the processor's cache.
 
-A `ReadStream` keeps both halves busy: while the caller scatters one, the other is being filled.
+A `ReadStream` keeps the buffers busy: while the caller scatters one, the others are being filled.
 
-    time ->    half 0: | read step 0 | scatter 0 | read step 2 ...... | scatter 2 |
-               half 1: | read step 1 ........... | scatter 1 | read step 3 ...
+    time ->    buffer 0: | read step 0 | scatter 0 | read step 3 ...... | scatter 3 |
+               buffer 1:       | read step 1 | scatter 1 | read step 4 ......
+               buffer 2:             | read step 2 | scatter 2 | read step 5 ...
 
-Invariants: a half has one user at a time: the mover from submit until the transfer rests, then the caller until it asks for
-the next step. A window goes back to the pool only when no transfer touches it any more; until then it stays counted as out.
-Also one whose stream was lost instead of closed: else a few lost restores would leave no staging to all that follow.
+Only the first read and the last scatter of a restore stand alone, so buffers are small. Invariants: a buffer has one user at a time:
+the mover from submit until the transfer rests, then the caller until it asks for the next step. A window goes back to the pool
+only when no transfer touches it any more; until then it stays counted as out. Also one whose stream was lost instead of closed:
+else a few lost restores would leave no staging to all that follow.
 """
 
 from __future__ import annotations
@@ -48,13 +51,14 @@ def aligned_buffer(size_bytes: int) -> NDArray[np.uint8]:
     mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = np.frombuffer(mapping, np.uint8)
     start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    buffer = whole[start : start + size_bytes]
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages: small pages do
         mapping.madvise(mmap.MADV_HUGEPAGE)
     try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
+        mapping.madvise(_MADV_POPULATE_WRITE, start, size_bytes)
     except OSError:
-        whole[:: mmap.PAGESIZE] = 0
-    return whole[start : start + size_bytes]
+        buffer[:: mmap.PAGESIZE] = 0
+    return buffer
 
 
 def device_buffer(size_bytes: int, device: str) -> torch.Tensor:
@@ -75,29 +79,29 @@ class StagingStats:
 
 
 class Window:
-    """Two halves of one size. Belongs to one caller until `close`."""
+    """Buffers of one size. Belongs to one caller until `close`."""
 
-    __slots__ = ("_pool", "halves")
+    __slots__ = ("_pool", "buffers")
 
-    def __init__(self, pool: StagingPool, halves: tuple[Any, Any]) -> None:
+    def __init__(self, pool: StagingPool, buffers: Sequence[Any]) -> None:
         self._pool: StagingPool | None = pool
-        self.halves = halves  # 1-d uint8: numpy on the host, or what the pool's `allocate` makes
+        self.buffers = buffers  # 1-d uint8: numpy on the host, or what the pool's `allocate` makes
 
     @property
-    def half_bytes(self) -> int:
-        return len(self.halves[0])
+    def buffer_bytes(self) -> int:
+        return len(self.buffers[0])
 
     def close(self, transfers: Sequence[Transfer] = ()) -> None:
         """Give the window back once all `transfers` rest; returns at once. Twice is fine."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool._give(self.halves, [t for t in transfers if not t.done()])  # noqa: SLF001 - one idea in two classes
+            pool._give(self.buffers, [t for t in transfers if not t.done()])  # noqa: SLF001 - one idea in two classes
 
     def lose(self, transfers: Sequence[Transfer]) -> None:
         """`close` for finalizers: takes no lock, and the pool hears of it when it is next asked for a window."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool._lost.append((self.halves, list(transfers)))  # noqa: SLF001
+            pool._lost.append((self.buffers, list(transfers)))  # noqa: SLF001
 
     def __enter__(self) -> Self:
         return self
@@ -107,26 +111,35 @@ class Window:
 
 
 class StagingPool:
-    """Windows of 2 x `half_bytes`, at most `bytes_max` in all. Thread-safe, first come first served.
+    """Windows of `buffers` x `buffer_bytes`, at most `bytes_max` in all. Thread-safe, first come first served.
 
     Args:
         bytes_max: bound on staging memory; at least one window.
-        half_bytes: rounded up to 4 KiB.
-        allocate: makes one half: `aligned_buffer`, or e.g. a CUDA allocation for GDS. It may also pin what it makes.
+        buffer_bytes: rounded up to 4 KiB.
+        buffers: of each window. One: nothing is read while the caller scatters.
+        allocate: makes a window's memory: `aligned_buffer`, or e.g. a CUDA allocation for GDS. It may also pin what it makes.
     """
 
-    def __init__(self, bytes_max: int, half_bytes: int, *, allocate: Callable[[int], Any] = aligned_buffer) -> None:
+    def __init__(
+        self,
+        bytes_max: int,
+        buffer_bytes: int,
+        buffers: int = 2,
+        *,
+        allocate: Callable[[int], Any] = aligned_buffer,
+    ) -> None:
         """Raises: ValueError: not even one window fits `bytes_max`."""
-        self.half_bytes = -(-half_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._windows_max = bytes_max // (2 * self.half_bytes) if half_bytes > 0 else 0
+        self.buffer_bytes = -(-buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._buffers = buffers
+        self._windows_max = bytes_max // self._window_bytes if buffer_bytes > 0 and buffers > 0 else 0
         if self._windows_max < 1:
-            raise ValueError(f"staging of {bytes_max} bytes cannot hold a window of 2 x {half_bytes}")
+            raise ValueError(f"staging of {bytes_max} bytes cannot hold a window of {buffers} x {buffer_bytes}")
         self._bytes_max = bytes_max
         self._allocate = allocate
         self._changed = threading.Condition()
-        self._free: list[tuple[Any, Any]] = []
-        self._lingering: list[tuple[tuple[Any, Any], list[Transfer]]] = []
-        self._lost: deque[tuple[tuple[Any, Any], list[Transfer]]] = deque()
+        self._free: list[Sequence[Any]] = []
+        self._lingering: list[tuple[Sequence[Any], list[Transfer]]] = []
+        self._lost: deque[tuple[Sequence[Any], list[Transfer]]] = deque()
         self._waiting: deque[object] = deque()
         self._made = self._out = self._waits = self._refusals = 0
 
@@ -153,13 +166,13 @@ class StagingPool:
                     else:
                         self._changed.wait(min(left, _LOOK_S))
                 self._out += 1
-                halves = self._free.pop() if self._free else None
-                if halves is None:
+                buffers = self._free.pop() if self._free else None
+                if buffers is None:
                     self._made += 1
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
-        return Window(self, halves if halves is not None else self._make())
+        return Window(self, buffers if buffers is not None else self._make())
 
     def _await_oldest(self, timeout_s: float) -> None:
         """Wait, without the lock, until the window given back first has come to rest; a free one is looked for after.
@@ -181,19 +194,24 @@ class StagingPool:
         while self._lost:
             self._lingering.append(self._lost.popleft())
         moving = []
-        for halves, transfers in self._lingering:  # each is asked once: one that lands meanwhile is seen next time
+        for buffers, transfers in self._lingering:  # each is asked once: one that lands meanwhile is seen next time
             if all(t.done() for t in transfers):
-                self._free.append(halves)
+                self._free.append(buffers)
                 self._out -= 1
             else:
-                moving.append((halves, transfers))
+                moving.append((buffers, transfers))
         self._lingering = moving
         return bool(self._free) or self._made < self._windows_max
 
-    def _make(self) -> tuple[Any, Any]:
+    @property
+    def _window_bytes(self) -> int:
+        return self._buffers * self.buffer_bytes
+
+    def _make(self) -> Sequence[Any]:
         """Outside the lock: touching fresh memory takes tens of milliseconds."""
         try:
-            return self._allocate(self.half_bytes), self._allocate(self.half_bytes)
+            whole, size_bytes = self._allocate(self._window_bytes), self.buffer_bytes
+            return [whole[n * size_bytes : (n + 1) * size_bytes] for n in range(self._buffers)]
         except BaseException:
             with self._changed:
                 self._made -= 1
@@ -201,12 +219,12 @@ class StagingPool:
                 self._changed.notify_all()
             raise
 
-    def _give(self, halves: tuple[Any, Any], transfers: list[Transfer]) -> None:
+    def _give(self, buffers: Sequence[Any], transfers: list[Transfer]) -> None:
         with self._changed:
             if transfers:
-                self._lingering.append((halves, transfers))
+                self._lingering.append((buffers, transfers))
             else:
-                self._free.append(halves)
+                self._free.append(buffers)
                 self._out -= 1
             self._changed.notify_all()
 
@@ -214,7 +232,7 @@ class StagingPool:
         with self._changed:
             return StagingStats(
                 bytes_max=self._bytes_max,
-                bytes_made=self._made * 2 * self.half_bytes,
+                bytes_made=self._made * self._window_bytes,
                 windows_out=self._out,
                 windows_lingering=len(self._lingering),
                 waits=self._waits,
@@ -240,7 +258,7 @@ class Readable(Protocol):
 
 
 class ReadStream:
-    """Reads steps into the two halves of a window, one step ahead of the caller. For one thread at a time.
+    """Reads steps into the buffers of a window, as many ahead of the caller as there are others. For one thread at a time.
 
     The stream borrows `files` and `window` until `close`; it closes the window, never the files. After an error the stream
     gives no further step.
@@ -252,17 +270,14 @@ class ReadStream:
         files: Mapping[int, Readable],
         mover: Mover,
         window: Window,
-        *,
-        halves: int = 2,
     ) -> None:
-        """`halves`: 1 reads nothing while the caller scatters, to measure what the second one brings."""
         self._steps = steps
         self._files = files
         self._mover = mover
         self._window = window
         self._flying: deque[tuple[Step, int, Transfer]] = deque()
-        self._idle: deque[int] = deque(range(halves))
-        self._held: int | None = None  # the half the caller is looking at
+        self._idle: deque[int] = deque(range(len(window.buffers)))
+        self._held: int | None = None  # the buffer the caller is looking at
         self.reads = 0
         self.bytes_read = 0
         try:
@@ -277,19 +292,19 @@ class ReadStream:
             if step is None:
                 return
             index = self._idle.popleft()
-            half = self._window.halves[index]
+            buffer = self._window.buffers[index]
             moves = []
             for read in step.reads:
                 source = self._files[read.file].span(read.offset, read.size_bytes)
-                moves.append(Move(source, MemorySpan(half[read.target : read.target + read.size_bytes])))
+                moves.append(Move(source, MemorySpan(buffer[read.target : read.target + read.size_bytes])))
             self._flying.append((step, index, self._mover.submit(moves)))
             self.reads += len(step.reads)
             self.bytes_read += step.size_bytes
 
     def advance(self, timeout_s: float | None = None) -> tuple[Step, Any] | None:
-        """The next step and the half that holds its bytes, or None after the last.
+        """The next step and the buffer that holds its bytes, or None after the last.
 
-        The half is the caller's until the next call of `advance` or `release`. Calling again after TimeoutError goes on.
+        The buffer is the caller's until the next call of `advance` or `release`. Calling again after TimeoutError goes on.
 
         Raises:
             TimeoutError: the reads have not landed in `timeout_s`.
@@ -302,10 +317,10 @@ class ReadStream:
         transfer.wait(timeout_s)
         self._flying.popleft()
         self._held = index
-        return step, self._window.halves[index]
+        return step, self._window.buffers[index]
 
     def release(self) -> None:
-        """The caller is done with the half of the last `advance`: it is filled with a later step at once."""
+        """The caller is done with the buffer of the last `advance`: it is filled with a later step at once."""
         if self._held is not None:
             self._idle.append(self._held)
             self._held = None

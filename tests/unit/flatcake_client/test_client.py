@@ -358,8 +358,8 @@ def test_a_connection_outlives_its_turns_and_no_longer(daemon, client):
     assert old.handover._socket.fileno() == -1
 
 
-def test_halves_grow_with_the_planes(daemon):
-    with fc.connect(daemon.endpoint, window_half_bytes=4096, staging_bytes=16 << 20) as client:
+def test_buffers_grow_with_the_planes(daemon):
+    with fc.connect(daemon.endpoint, buffer_bytes=4096, staging_bytes=16 << 20) as client:
         kv = Kv(client, plane_bytes=300_001)
         kv.store(kv.tokens(1, 5))
         assert kv.hit(kv.tokens(1, 5)) == 5
@@ -429,7 +429,7 @@ def test_space_sizes(client):
         client.open_space("m", "d", 1, [1], shards=2, shard=2)
     with pytest.raises(ValueError, match="raise staging_bytes"):
         client.open_space("m", "d", 1, [1 << 30])
-    assert client.open_space("m", "d", 1, [24 << 20]).spec.layers == 1, "halves grow with the planes"
+    assert client.open_space("m", "d", 1, [24 << 20]).spec.layers == 1, "buffers grow with the planes"
     assert client.stats().staging["reads"].bytes_made == 0
 
 

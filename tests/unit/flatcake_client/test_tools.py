@@ -12,7 +12,7 @@ from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import aligned_buffer
 
-HALF = 64 << 10
+BUFFER = 64 << 10
 
 
 class Device(PosixMover):
@@ -54,29 +54,29 @@ def device(monkeypatch):
 
 
 def test_files_go_straight_to_a_device_that_can_have_them(device):
-    tools = Tools(HALF, 16 << 20)
+    tools = Tools(BUFFER, 16 << 20)
     host, direct = tools.reading(), tools.reading("cuda:0")
     assert direct.files is device[0]
     assert direct.files is not host.files
     assert direct.staging is not host.staging
     assert tools.reading("cuda:0").files is direct.files, "made once"
-    assert [region.device for region in device[0].regions] == ["cuda:0"] * 2, "both halves of the first window"
+    assert [region.device for region in device[0].regions] == ["cuda:0"], "a window is one piece"
     movers, staging = tools.stats()
     assert {"files to cuda:0", "files"} <= set(movers)
-    assert staging["reads to cuda:0"].bytes_made == 2 * HALF
+    assert staging["reads to cuda:0"].bytes_made == 8 * BUFFER
     tools.close()
     assert device[0].closed == 1
 
 
 def test_what_is_verified_passes_through_the_host(device):
-    tools = Tools(HALF, 16 << 20)
+    tools = Tools(BUFFER, 16 << 20)
     assert tools.reading("cuda:0", verify=True).files is tools.reading().files
     assert device == []
     tools.close()
 
 
 def test_without_gds_a_device_gets_the_hosts_windows():
-    tools = Tools(HALF, 16 << 20)
+    tools = Tools(BUFFER, 16 << 20)
     assert tools.reading("cuda:0").staging is tools.reading().staging
     tools.close()
 
@@ -86,7 +86,7 @@ def test_a_full_device_gets_the_hosts_windows_and_a_log_line(device, monkeypatch
         raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setattr(tools_module, "device_buffer", full)
-    tools = Tools(HALF, 16 << 20)
+    tools = Tools(BUFFER, 16 << 20)
     assert tools.reading("cuda:0").staging is tools.reading().staging
     assert "out of memory" in caplog.text
     assert device[0].closed == 1
@@ -96,11 +96,11 @@ def test_a_full_device_gets_the_hosts_windows_and_a_log_line(device, monkeypatch
 
 
 def test_windows_grow_with_the_planes_of_a_space(device):
-    tools = Tools(HALF, 64 << 20)
-    assert tools.reading("cuda:0").staging.half_bytes == HALF
+    tools = Tools(BUFFER, 64 << 20)
+    assert tools.reading("cuda:0").staging.buffer_bytes == BUFFER
     tools.fit(SpaceSpec("m", "uint8", 16, (1 << 20,)))
-    assert tools.reading().staging.half_bytes >= 1 << 20
-    assert tools.reading("cuda:0").staging.half_bytes >= 1 << 20
+    assert tools.reading().staging.buffer_bytes >= 1 << 20
+    assert tools.reading("cuda:0").staging.buffer_bytes >= 1 << 20
     with pytest.raises(ValueError, match="raise staging_bytes"):
         tools.fit(SpaceSpec("m", "uint8", 16, (256 << 20,)))
     tools.close()

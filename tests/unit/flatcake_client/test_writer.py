@@ -17,7 +17,7 @@ from flatcake_transport.window import StagingPool
 
 SPEC = SpaceSpec("m", "u8", 4, (5000, 5000))
 PAGES = np.random.default_rng(0).integers(0, 256, (10, 5000), np.uint8)
-HALF = 1 << 20
+BUFFER = 1 << 20
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def home(tmp_path):
 @pytest.fixture
 def make(home, gate, memory):
     def make_turn(parts=((0, 4, False),), *, timeout_s=5.0, windows=2, checksums=True, memory_checksums=True):
-        tools = WriteTools(gate, memory, StagingPool(2 * HALF * windows, HALF))
+        tools = WriteTools(gate, memory, StagingPool(BUFFER * windows, BUFFER, 1))
         return Turn(
             home, home.grant(parts), SPEC, 0, lambda _: tools,
             checksums=checksums, memory_checksums=memory_checksums, timeout_s=timeout_s,

@@ -81,7 +81,7 @@ def test_large_buffers_lie_on_huge_pages_where_the_kernel_has_them() -> None:
             mine = low <= address < high
         elif mine and line.startswith("AnonHugePages"):
             huge_kib = int(line.split()[1])
-    assert huge_kib >= 2048, "staging on small pages reads at half the rate"
+    assert huge_kib >= 2048, "staging on small pages reads at buffer the rate"
 
 
 def test_a_pool_needs_room_for_one_window() -> None:
@@ -89,17 +89,18 @@ def test_a_pool_needs_room_for_one_window() -> None:
         StagingPool(2 * PAGE - 1, PAGE)
     with pytest.raises(ValueError, match="cannot hold"):
         StagingPool(PAGE, 0)
-    assert StagingPool(4 * PAGE, 100).half_bytes == PAGE
+    assert StagingPool(4 * PAGE, 100).buffer_bytes == PAGE
 
 
-def test_windows_are_kept_for_reuse_and_their_halves_are_apart() -> None:
+def test_windows_are_kept_for_reuse_and_their_buffers_are_apart() -> None:
     pool = StagingPool(2 * PAGE, PAGE)
     with pool.open_window(0) as window:
-        first = window.halves
-        assert window.half_bytes == PAGE
+        first = window.buffers
+        assert window.buffer_bytes == PAGE
         assert not np.shares_memory(*first)
+        assert all(len(buffer) == PAGE and buffer.ctypes.data % PAGE == 0 for buffer in first)
     with pool.open_window(0) as window:
-        assert window.halves[0] is first[0]
+        assert window.buffers[0] is first[0]
     assert pool.stats().bytes_made == 2 * PAGE
 
 
@@ -150,7 +151,7 @@ def test_a_window_under_a_transfer_is_out_until_it_rests() -> None:
         pool.open_window(0)
     flying.landed = True
     with pool.open_window(0) as again:
-        assert again.halves is window.halves
+        assert again.buffers is window.buffers
         assert (pool.stats().windows_out, pool.stats().windows_lingering) == (1, 0)
 
 
@@ -226,7 +227,7 @@ def test_who_waits_gets_a_window_that_was_lost_meanwhile() -> None:
 
 
 def test_no_memory_gives_the_place_back() -> None:
-    answers = [MemoryError, PAGE, PAGE]
+    answers = [MemoryError, PAGE]
 
     def allocate(size: int) -> np.ndarray:
         if answers.pop(0) is MemoryError:
@@ -240,22 +241,22 @@ def test_no_memory_gives_the_place_back() -> None:
     pool.open_window(0).close()
 
 
-def test_both_halves_are_read_at_once_and_a_half_is_refilled_only_when_let_go() -> None:
+def test_both_buffers_are_read_at_once_and_one_is_refilled_only_when_let_go() -> None:
     mover, pool = Hand(), StagingPool(8 * PAGE, 4 * PAGE)
     stream = stream_of([step(n, reads=2) for n in range(4)], mover, pool)
     assert len(mover.transfers) == 2, "two steps are on their way before anybody asks"
     assert mover.transfers[0].moves[0].source == FileSpan(77, 0, PAGE, direct=True)
     mover.transfers[0].land()
     mover.transfers[1].land()
-    got, half = stream.advance()
+    got, buffer = stream.advance()
     assert got == step(0, reads=2)
-    assert half[:PAGE].tolist() == [0] * PAGE
-    assert half[PAGE : 2 * PAGE].tolist() == [1] * PAGE
-    assert len(mover.transfers) == 2, "the caller still looks at this half"
+    assert buffer[:PAGE].tolist() == [0] * PAGE
+    assert buffer[PAGE : 2 * PAGE].tolist() == [1] * PAGE
+    assert len(mover.transfers) == 2, "the caller still looks at this buffer"
     got, other = stream.advance()
     assert (got, len(mover.transfers)) == (step(1, reads=2), 3)
-    assert not np.shares_memory(other, half)
-    assert np.shares_memory(mover.transfers[2].moves[0].target.data, half)
+    assert not np.shares_memory(other, buffer)
+    assert np.shares_memory(mover.transfers[2].moves[0].target.data, buffer)
     stream.release()
     stream.release()
     assert len(mover.transfers) == 4
@@ -340,9 +341,9 @@ def test_the_window_of_a_lost_stream_comes_back_when_its_reads_rest() -> None:
     assert pool.stats().windows_out == 0
 
 
-def test_one_half_reads_nothing_while_the_caller_looks_at_it() -> None:
-    mover, pool = Hand(), StagingPool(2 * PAGE, PAGE)
-    stream = ReadStream(iter([step(1), step(2)]), {5: OpenFile(77, direct=True)}, mover, pool.open_window(0), halves=1)
+def test_one_buffer_reads_nothing_while_the_caller_looks_at_it() -> None:
+    mover, pool = Hand(), StagingPool(PAGE, PAGE, 1)
+    stream = stream_of([step(1), step(2)], mover, pool)
     assert len(mover.transfers) == 1
     mover.transfers[0].land()
     assert stream.advance(1.0)[0].layers_done == 1
@@ -353,3 +354,18 @@ def test_one_half_reads_nothing_while_the_caller_looks_at_it() -> None:
     assert stream.advance(1.0)[0].layers_done == 2
     assert stream.advance(1.0) is None
     stream.close()
+
+
+def test_all_buffers_but_the_callers_are_on_their_way() -> None:
+    mover, pool = Hand(), StagingPool(4 * PAGE, PAGE, 4)
+    stream = stream_of([step(n) for n in range(6)], mover, pool)
+    for landing in range(6):
+        assert len(mover.transfers) == min(6, landing + 4)
+        mover.transfers[landing].land()
+        got, buffer = stream.advance(0)
+        assert got == step(landing), "in order, whatever lands first"
+        assert buffer.tolist() == [landing] * PAGE
+        stream.release()
+    assert stream.advance(0) is None
+    stream.close()
+    assert pool.stats().windows_out == 0
