@@ -148,10 +148,10 @@ def test_writes_are_passed_by_reads_and_still_come_to_their_end(story, disk) -> 
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    lines = [writing.files._workers._shared.batches, writing.files._gate._waiting]
+    line = writing.files._line._line.waiting
     while not done.is_set():
         # A command goes while a read waits for its turn: the disk is never idle for want of one.
-        until(lambda: done.is_set() or (disk.waiting and any(line._reads for line in lines)))
+        until(lambda: done.is_set() or (disk.waiting and line._reads))
         disk.let()
         until(lambda: done.is_set() or not disk.lets._value)
     thread.join(30)
@@ -162,7 +162,7 @@ def test_writes_are_passed_by_reads_and_still_come_to_their_end(story, disk) -> 
 
 
 def test_a_read_passes_a_write_that_waits_for_its_share_of_the_disk(tmp_path, disk) -> None:
-    """Both have a thread already: the gate decides."""
+    """There are threads for both."""
     files = PosixMover(threads=4, in_flight_bytes_max=COMMAND)
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(4 * COMMAND)
@@ -171,7 +171,7 @@ def test_a_read_passes_a_write_that_waits_for_its_share_of_the_disk(tmp_path, di
             span = FileSpan(file.fileno(), number * COMMAND, COMMAND)
             memory = MemorySpan(np.zeros(COMMAND, np.uint8))
             moves.append(files.submit([Move(span, memory) if kind == "read" else Move(memory, span)]))
-            until(lambda number=number: disk.waiting == 1 and len(files._gate._waiting) == number)
+            until(lambda number=number: disk.waiting == 1 and len(files._line._line.waiting) == number)
         disk.let(3)
         for move in moves:
             move.wait(10)

@@ -4,9 +4,10 @@ import gc
 import threading
 
 import pytest
+from waiting import pause, until
 
 from flatcake_transport.errors import Unavailable
-from flatcake_transport.movers.pool import Batch, ByteGate, Workers
+from flatcake_transport.movers.pool import Batch, Commands, Workers
 
 
 def test_every_task_runs_once_whoever_takes_it() -> None:
@@ -121,79 +122,105 @@ def test_no_threads_is_refused_or_meant() -> None:
     Workers("test", 0).close()
 
 
-def test_the_gate_bounds_what_is_inside_and_lets_in_by_order_of_arrival() -> None:
-    gate, order, inside = ByteGate(10), [], []
-    gate.enter(6)
-    arrived = []
+class Held:
+    """Commands that end when the test says so."""
 
-    def enter(number: int, size: int) -> None:
-        gate.enter(size)
-        order.append(number)
-        inside.append(size)
+    def __init__(self, commands: Commands) -> None:
+        self.commands, self.begun = commands, []
+        self.go: dict[str, threading.Event] = {}
 
-    for number, size in enumerate((8, 2, 3)):
-        thread = threading.Thread(target=enter, args=(number, size), daemon=True)
-        thread.start()
-        arrived.append(thread)
-        while len(gate._waiting) <= number:
-            threading.Event().wait(0.001)
-    assert order == [], "2 would fit beside 6, but 8 came first"
-    gate.leave(6)
-    arrived[0].join(30)
-    arrived[1].join(30)
-    assert sorted(order) == [0, 1]
-    assert len(gate._waiting) == 1
-    gate.leave(8)
-    arrived[2].join(30)
-    assert sorted(order) == [0, 1, 2]
+    def submit(self, name: str, size_bytes: int, *, yields: bool = False) -> Batch:
+        self.go[name] = threading.Event()
+
+        def command() -> None:
+            self.begun.append(name)
+            self.go[name].wait(30)
+
+        return self.commands.submit([(size_bytes, command)], yields=yields)
+
+    def end(self, name: str) -> None:
+        self.go[name].set()
 
 
-def test_what_is_larger_than_the_gate_passes_alone() -> None:
-    gate = ByteGate(10)
-    gate.enter(50)
-    thread = threading.Thread(target=gate.enter, args=(1,), daemon=True)
-    thread.start()
-    while not gate._waiting:
-        threading.Event().wait(0.001)
-    gate.leave(50)
-    thread.join(30)
-    assert gate._free == 9
-
-
-def test_the_gate_lets_a_read_pass_the_writes_that_wait() -> None:
-    gate, order = ByteGate(10), []
-    gate.enter(10)
-
-    def enter(name: str, size: int, yields: bool) -> None:
-        gate.enter(size, yields=yields)
-        order.append(name)
-
-    threads = []
-    for waiting, (name, size, yields) in enumerate([("write", 10, True), ("read", 6, False)]):
-        threads.append(threading.Thread(target=enter, args=(name, size, yields), daemon=True))
-        threads[-1].start()
-        while len(gate._waiting) <= waiting:
-            threading.Event().wait(0.001)
-    gate.leave(10)
-    threads[1].join(30)
-    assert order == ["read"]
-    enter("small read", 4, False)  # beside the other one, before the write
-    gate.leave(6)
-    gate.leave(4)
-    threads[0].join(30)
-    assert order == ["read", "small read", "write"]
-
-
-def test_threads_take_reads_before_writes() -> None:
-    workers, go, order = Workers("test", 1), threading.Event(), []
-    workers.share(Batch([lambda: go.wait(30)]), 1)
-    batches = []
-    for number in range(3):
-        for name, yields in ((f"write {number}", True), (f"read {number}", False)):
-            batches.append(Batch([lambda name=name: order.append(name)]))
-            workers.share(batches[-1], 1, yields=yields)
-    go.set()
+def test_commands_are_bounded_in_bytes_and_go_in_order() -> None:
+    held = Held(commands := Commands("test", 4, 10))
+    batches = [held.submit("six", 6)]
+    until(lambda: held.begun == ["six"])
+    batches += [held.submit("eight", 8), held.submit("two", 2)]
+    pause(0.02)
+    assert held.begun == ["six"], "two would fit beside six, but eight came first"
+    held.end("six")
+    until(lambda: sorted(held.begun[1:]) == ["eight", "two"])
+    batches.append(held.submit("fifty", 50))
+    pause(0.02)
+    assert len(held.begun) == 3
+    held.end("two")
+    held.end("eight")
+    until(lambda: held.begun[3:] == ["fifty"])  # larger than all: alone
+    held.end("fifty")
     for batch in batches:
         batch.wait(30)
-    assert order == ["read 0", "read 1", "read 2", "write 0", "write 1", "write 2"]
-    workers.close()
+    commands.close()
+
+
+def test_writes_that_wait_have_no_threads_that_reads_need() -> None:
+    held = Held(commands := Commands("test", 2, 10))
+    batches = [held.submit("read", 4), *(held.submit(f"write {n}", 4, yields=True) for n in range(4))]
+    until(lambda: held.begun == ["read"])
+    batches.append(held.submit("another read", 4))
+    until(lambda: held.begun == ["read", "another read"])
+    held.end("read")
+    pause(0.02)
+    assert len(held.begun) == 2, "a write went beside a read"
+    held.end("another read")
+    until(lambda: held.begun[2:] == ["write 0", "write 1"])
+    batches.append(held.submit("last read", 4))
+    held.end("write 0")
+    until(lambda: held.begun[4:] == ["last read"])
+    for name in ("write 1", "last read", "write 2", "write 3"):
+        held.end(name)
+    for batch in batches:
+        batch.wait(30)
+    assert len(held.begun) == 7
+    commands.close()
+
+
+def test_a_failed_command_skips_those_of_its_batch_and_no_others() -> None:
+    commands, ran = Commands("test", 1, 10), []
+
+    def fails() -> None:
+        raise OSError(5, "Input/output error")
+
+    batch = commands.submit([(1, fails), (1, lambda: ran.append("mine"))])
+    other = commands.submit([(1, lambda: ran.append("another's"))])
+    with pytest.raises(Unavailable, match="Input/output error"):
+        batch.wait(30)
+    other.wait(30)
+    assert ran == ["another's"]
+    commands.close()
+
+
+def test_closing_lands_the_commands_and_ends_the_threads() -> None:
+    commands, ran = Commands("closing", 3, 2), []
+    batches = [commands.submit([(1, lambda: ran.append(1))] * 10, yields=n % 2 == 0) for n in range(5)]
+    commands.close()
+    commands.close()
+    assert len(ran) == 50
+    assert all(batch.done() for batch in batches)
+    assert not [t for t in threading.enumerate() if t.name.startswith("flatcake-closing")]
+    with pytest.raises(Unavailable, match="closed"):
+        commands.submit([])
+    with pytest.raises(ValueError, match="0 threads"):
+        Commands("test", 0, 1)
+
+
+def test_threads_of_commands_end_with_their_owner() -> None:
+    commands = Commands("lost", 3, 10)
+    commands.submit([(1, lambda: None)]).wait(30)
+    threads = [t for t in threading.enumerate() if t.name.startswith("flatcake-lost")]
+    assert len(threads) == 3
+    del commands
+    gc.collect()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()

@@ -1,8 +1,12 @@
-"""Threads that movers share work with: batches of tasks, a few threads, one iterator.
+"""Threads that movers share work with: batches of tasks that rest together, and a few threads that take them.
 
-A batch is not a Future a task. Its tasks stand in one list iterator that every thread takes the next from; in CPython
-`next` on it is atomic, so no lock is taken and no thread is woken per task. Waking costs tens of microseconds: a batch wakes
-at most as many threads as it has tasks, and copies let the waiting caller work along instead of only waiting for others.
+    Workers     tasks that are alike: every thread takes the next one of a batch, and the waiting caller may work along
+    Commands    commands to a device: bounded in bytes, reads before writes (precedence.py)
+
+A batch is not a Future a task. Where its tasks stand in one list iterator that threads take the next from, no lock is taken and no
+thread is woken per task: in CPython `next` on it is atomic. Waking costs tens of microseconds: a batch wakes at most as
+many threads as it has tasks. A command that may not go yet waits in line and not in a thread, so that the writes that wait
+never have the threads that reads need.
 
 Invariants: a batch rests when every task has run or was skipped after a failure; only then does `wait` return or raise.
 The first failure wins, the tasks not begun yet are skipped, those under way are waited for.
@@ -15,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.movers.precedence import ReadsFirst
@@ -47,19 +52,30 @@ class Batch:
         ran = 0
         for task in self._next:
             ran += 1
-            if self._error is None:
-                try:
-                    task()
-                except BaseException as error:  # noqa: BLE001 - the edge of a thread: `wait` raises it on the caller's
-                    self._error = error
+            self._run(task)
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 break
         if ran:
-            with self._lock:
-                self._left -= ran
-                rested = self._left == 0
-            if rested:
-                self._rested.set()
+            self._ran(ran)
+
+    def one(self, task: Task) -> None:
+        """Run this task, one of the batch's; each is run like this, or all by `work`."""
+        self._run(task)
+        self._ran(1)
+
+    def _run(self, task: Task) -> None:
+        if self._error is None:
+            try:
+                task()
+            except BaseException as error:  # noqa: BLE001 - the edge of a thread: `wait` raises it on the caller's
+                self._error = error
+
+    def _ran(self, tasks: int) -> None:
+        with self._lock:
+            self._left -= tasks
+            rested = self._left == 0
+        if rested:
+            self._rested.set()
 
     def done(self) -> bool:
         return self._rested.is_set()
@@ -84,62 +100,101 @@ class Batch:
             raise error
 
 
-class ByteGate:
-    """Bounds the bytes in flight; reads before writes, then first come first served. Thread-safe.
+class _Threads:
+    """Daemon threads, started with the first work; they do not hold their owner: when it is collected unclosed, they end."""
 
-    Without it all of two batches would be in flight at once and land together, and the device would idle while both are
-    used; with it the first batch lands while the second is behind it.
-    """
+    def __init__(self, name: str, count: int, work: Callable[[], object]) -> None:
+        self._name, self._count, self._work = name, count, work
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Under a lock of the caller's. Twice is fine."""
+        if not self._threads:
+            for i in range(self._count):
+                thread = threading.Thread(target=self._work, name=f"flatcake-{self._name}-{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+class _Line:
+    """What the threads of `Commands` share."""
+
+    __slots__ = ("changed", "closed", "waiting")
 
     def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = self._free = bytes_max
-        self._lock = threading.Lock()
-        self._waiting: ReadsFirst[tuple[int, threading.Lock]] = ReadsFirst()
+        self.waiting: ReadsFirst[Callable[[], object]] = ReadsFirst(bytes_max)
+        self.changed = threading.Condition()  # taken again where the owner is collected under it
+        self.closed = False
 
-    def enter(self, size_bytes: int, *, yields: bool = False) -> None:
-        """Wait for room. What is larger than the bound passes alone."""
-        with self._lock:
-            if not self._waiting and self._fits(size_bytes):
-                self._free -= size_bytes
-                return
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append((size_bytes, turn), yields=yields)
-            self._admit()  # a small read may fit where the write before it does not
-        turn.acquire()  # `_admit` gives our bytes and releases it
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
-    def leave(self, size_bytes: int) -> None:
-        """Give back what `enter` took, and let in those it holds up."""
-        with self._lock:
-            self._free += size_bytes
-            self._admit()
+    def serve(self) -> None:
+        """A thread: one command after the other."""
+        while (taken := self._take()) is not None:
+            command, size_bytes, yields = taken
+            command()
+            del taken, command  # an idle thread must not keep the last batch's buffers alive
+            with self.changed:
+                self.waiting.ended(size_bytes, yields=yields)
 
-    def _admit(self) -> None:
-        while self._waiting and self._fits(self._waiting.first()[0]):
-            size_bytes, turn = self._waiting.popleft()
-            self._free -= size_bytes
-            turn.release()
+    def _take(self) -> tuple[Callable[[], object], int, bool] | None:
+        """Wait for a command that may go. None: closed, and all have gone."""
+        with self.changed:
+            while not self.waiting.ready:
+                if self.closed and not self.waiting:
+                    self.changed.notify_all()
+                    return None
+                self.changed.wait()
+            taken = self.waiting.take()
+            if self.waiting.ready:
+                self.changed.notify()
+            return taken
 
-    def _fits(self, size_bytes: int) -> bool:
-        return size_bytes <= self._free or self._free == self._bytes_max
 
+class Commands:
+    """A fixed number of threads, and so of commands under way. Thread-safe."""
 
-class _Shared:
-    """What threads take work from: a token a batch and thread, and the batches."""
+    def __init__(self, name: str, threads: int, bytes_max: int) -> None:
+        """`bytes_max`: of all commands under way. Raises: ValueError: no threads."""
+        if threads < 1:
+            raise ValueError(f"{name} with {threads} threads: expected 1 or more")
+        self._name = name
+        self._line = _Line(bytes_max)
+        self._threads = _Threads(name, threads, self._line.serve)
+        self._stop = weakref.finalize(self, self._line.close)
 
-    __slots__ = ("batches", "lock", "tokens")
+    def submit(self, commands: Sequence[tuple[int, Task]], *, yields: bool = False) -> Batch:
+        """Have commands done, each with its bytes; in order, but writes (`yields`) after reads.
 
-    def __init__(self) -> None:
-        self.tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.batches: ReadsFirst[Batch] = ReadsFirst()
-        self.lock = threading.Lock()
+        Raises: Unavailable: closed.
+        """
+        batch = Batch([task for _, task in commands])
+        line = self._line
+        with line.changed:
+            if line.closed:
+                raise Unavailable(f"the {self._name} mover is closed")
+            self._threads.start()
+            for size_bytes, task in commands:
+                line.waiting.append(partial(batch.one, task), size_bytes, yields=yields)
+            if line.waiting.ready:
+                line.changed.notify()
+        return batch
+
+    def close(self) -> None:
+        """Land what was submitted, then end the threads. Twice is fine."""
+        self._stop()
+        self._threads.join()
 
 
 class Workers:
-    """A fixed number of daemon threads, started with the first batch. Thread-safe.
-
-    The threads do not hold their owner: when it is collected unclosed, they end.
-    """
+    """A fixed number of threads that work on batches, one after the other. Thread-safe."""
 
     def __init__(self, name: str, threads: int) -> None:
         """Raises: ValueError: fewer than 0 threads."""
@@ -147,48 +202,39 @@ class Workers:
             raise ValueError(f"{name} with {threads} threads: expected 0 or more")
         self._name = name
         self._count = threads
-        self._shared = _Shared()
-        self._threads: list[threading.Thread] = []
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._threads = _Threads(name, threads, partial(_work_on, self._batches))
         self._lock = threading.Lock()
         self._closed = False
-        self._stop = weakref.finalize(self, _stop, self._shared, threads)
+        self._stop = weakref.finalize(self, _stop, self._batches, threads)
 
-    def share(self, batch: Batch, threads: int, *, yields: bool = False) -> None:
-        """Let up to `threads` threads work on a batch; it is begun after the batches before it, and a write after reads.
+    def share(self, batch: Batch, threads: int) -> None:
+        """Let up to `threads` threads work on a batch; it is begun after the batches before it.
 
         Raises: Unavailable: closed.
         """
         with self._lock:
             if self._closed:
                 raise Unavailable(f"the {self._name} mover is closed")
-            if not self._threads and threads > 0:
-                for i in range(self._count):
-                    name = f"flatcake-{self._name}-{i}"
-                    thread = threading.Thread(target=_run, args=(self._shared,), name=name, daemon=True)
-                    thread.start()
-                    self._threads.append(thread)
+            if threads > 0:
+                self._threads.start()
             for _ in range(min(threads, self._count)):
-                with self._shared.lock:
-                    self._shared.batches.append(batch, yields=yields)
-                self._shared.tokens.put(True)
+                self._batches.put(batch)
 
     def close(self) -> None:
         """Land what was shared, then end the threads. Twice is fine."""
         with self._lock:
             self._closed = True
             self._stop()  # queued behind all batches; finalizers run once
-        for thread in self._threads:
-            thread.join()
+        self._threads.join()
 
 
-def _stop(shared: _Shared, threads: int) -> None:
+def _stop(batches: queue.SimpleQueue[Batch | None], threads: int) -> None:
     for _ in range(threads):
-        shared.tokens.put(False)
+        batches.put(None)
 
 
-def _run(shared: _Shared) -> None:
-    while shared.tokens.get():
-        with shared.lock:
-            batch = shared.batches.popleft()  # not the one the token came with, if another goes first
+def _work_on(batches: queue.SimpleQueue[Batch | None]) -> None:
+    while (batch := batches.get()) is not None:
         batch.work()
         del batch  # an idle thread must not keep the last batch's buffers alive

@@ -10,7 +10,7 @@ busy only makes the first come later, and leaves the last to be scattered in a r
 4 MiB here, best of 16: 2.3 GB/s with 32 MiB under way, 2.4-2.6 with 16.
 Buffers on huge pages doubled the rate (raw too): pinning and bios by 2 MiB instead of 4 KiB.
 
-Reads go before writes, wherever both wait: for a thread, and for their share of what is under way (precedence.py).
+Reads go before writes (precedence.py).
 
 Faults it survives, each of them tested in tests/fault:
     EINTR                    the command is repeated
@@ -33,7 +33,7 @@ from typing import Any, Final
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.layout import ALIGN_BYTES
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, MoverStats, Region
-from flatcake_transport.movers.pool import Batch, ByteGate, Task, Workers
+from flatcake_transport.movers.pool import Batch, Commands, Task
 from flatcake_transport.paged import Bytes, contiguous_bytes
 
 THREADS: Final = 16
@@ -62,9 +62,7 @@ class PosixMover:
         if threads < 1 or command_bytes_max < ALIGN_BYTES or command_bytes_max % ALIGN_BYTES:
             raise ValueError(f"{threads} threads and commands of {command_bytes_max} bytes: expected 1 and whole 4 KiB")
         self._command_bytes_max = command_bytes_max
-        self._workers = Workers("posix", threads)
-        self._threads = threads
-        self._gate = ByteGate(in_flight_bytes_max)
+        self._line = Commands("posix", threads, in_flight_bytes_max)
         self._lock = threading.Lock()
         self._moves = self._commands = self._direct = self._bytes = self._failures = 0
         self._fallbacks: dict[str, int] = {}
@@ -79,26 +77,24 @@ class PosixMover:
             ValueError: other kinds of spans, unequal sizes, device memory, or a direct span that is not on 4 KiB.
             Unavailable: closed.
         """
-        tasks: list[Task] = []
+        commands: list[tuple[int, Task]] = []
         for move in moves:
-            tasks += self._tasks(move)
-        batch = Batch(tasks)
-        writes = all(isinstance(move.target, FileSpan) for move in moves)
-        self._workers.share(batch, min(self._threads, len(tasks)), yields=writes)
+            commands += self._commands_of(move)
+        batch = self._line.submit(commands, yields=all(isinstance(move.target, FileSpan) for move in moves))
         with self._lock:
             self._moves += len(moves)
         return batch
 
-    def _tasks(self, move: Move) -> list[Task]:
+    def _commands_of(self, move: Move) -> list[tuple[int, Task]]:
         source, target = move.source, move.target
         if move.checks is not None:
             raise ValueError("posix takes no checksums: the memory mover does, where it gathers")
         if isinstance(source, FileSpan) and isinstance(target, MemorySpan):
-            file, memory, transfer = source, contiguous_bytes(target.data), self._read
+            file, memory, command = source, contiguous_bytes(target.data), _preadv
             if not memory.flags.writeable:
                 raise ValueError("the target of a move must be writable")
         elif isinstance(source, MemorySpan) and isinstance(target, FileSpan):
-            file, memory, transfer = target, contiguous_bytes(source.data), self._write
+            file, memory, command = target, contiguous_bytes(source.data), _pwritev
         else:
             kinds = f"{type(source).__name__} to {type(target).__name__}"
             raise ValueError(f"posix moves between files and memory, not {kinds}")  # noqa: TRY004 - see Mover.submit
@@ -106,23 +102,17 @@ class PosixMover:
             raise ValueError(f"{file.size_bytes} bytes at {file.offset} of a file and {len(memory)} bytes of memory")
         if file.direct and (file.offset % ALIGN_BYTES or file.size_bytes % ALIGN_BYTES):
             raise ValueError(f"a direct span starts and ends on {ALIGN_BYTES}: {file}")
+        parts = (
+            (at, memory[at : at + self._command_bytes_max]) for at in range(0, len(memory), self._command_bytes_max)
+        )
         return [
-            partial(
-                transfer, file.fd, file.offset + start, memory[start : start + self._command_bytes_max], file.direct
-            )
-            for start in range(0, len(memory), self._command_bytes_max)
+            (len(part), partial(self._transfer, command, file.fd, file.offset + at, part, file.direct))
+            for at, part in parts
         ]
 
-    def _read(self, fd: int, offset: int, memory: Bytes, direct: bool) -> None:
-        self._transfer(_preadv, fd, offset, memory, direct, yields=False)
-
-    def _write(self, fd: int, offset: int, memory: Bytes, direct: bool) -> None:
-        self._transfer(_pwritev, fd, offset, memory, direct, yields=True)
-
-    def _transfer(self, command: Any, fd: int, offset: int, memory: Bytes, direct: bool, *, yields: bool) -> None:
+    def _transfer(self, command: Any, fd: int, offset: int, memory: Bytes, direct: bool) -> None:
         """Move all of `memory`, by as many commands as it takes."""
         moved = commands = 0
-        self._gate.enter(len(memory), yields=yields)
         try:
             while moved < len(memory):
                 commands += 1
@@ -142,7 +132,6 @@ class PosixMover:
                     break
                 moved += count
         finally:
-            self._gate.leave(len(memory))
             with self._lock:
                 self._commands += commands
                 self._direct += commands if direct else 0
@@ -180,7 +169,7 @@ class PosixMover:
             )
 
     def close(self) -> None:
-        self._workers.close()
+        self._line.close()
 
 
 def _preadv(fd: int, memory: Bytes, offset: int) -> int:
