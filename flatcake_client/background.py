@@ -266,10 +266,11 @@ class Lookups(Generic[RequestId, Found]):
 
 
 class _Move:
-    __slots__ = ("begun", "cancelled", "ended")
+    __slots__ = ("begun", "cancelled", "ended", "ticket")
 
-    def __init__(self) -> None:
+    def __init__(self, ticket: int) -> None:
         self.begun = self.cancelled = self.ended = False
+        self.ticket = ticket  # its name to the scheduler
 
 
 class Restores(Generic[RequestId]):
@@ -291,15 +292,13 @@ class Restores(Generic[RequestId]):
 
         Returns: False: too much waits, nothing will be done. Raises: ValueError: the request is being restored.
         """
-        move = _Move()
         with self._changed:
             if request in self._moves:
                 raise ValueError(f"request {request!r} is being restored already")
-            self._moves[request] = move
             self._tickets += 1
-            ticket = self._tickets
+            move = self._moves[request] = _Move(self._tickets)
         work = partial(self._do, request, move, restore)
-        taken = self._crew.submit(work) if ssd_bytes <= 0 else self._prefetch(ticket, ssd_bytes, work)
+        taken = self._crew.submit(work) if ssd_bytes <= 0 else self._prefetch(move.ticket, ssd_bytes, work)
         if not taken:
             with self._changed:
                 self._moves.pop(request, None)
@@ -308,6 +307,13 @@ class Restores(Generic[RequestId]):
     def busy(self) -> bool:
         """Whether a restore waits or runs."""
         return bool(self._moves)
+
+    def ending(self, request: RequestId) -> None:
+        """Little is left to read of it: the next may begin (`Scheduler.ending`). Unknown ones are fine."""
+        with self._changed:
+            move = self._moves.get(request)
+        if move is not None:
+            self._scheduler.ending(move.ticket)
 
     def cancel(self, request: RequestId) -> None:
         """It ends soon, or at once if it has not begun. Unknown ones are fine."""

@@ -26,6 +26,7 @@ from flatcake_transport.mover import MemorySpan, Move, Mover, MoverStats, Region
 from flatcake_transport.plan import FileRun, Piece, Step, one_by_one, plan_restore
 from flatcake_transport.window import Readable, ReadStream, StagingPool, Window, aligned_buffer
 
+ENDING_BYTES: Final = 8 << 20  # some 3 ms of reading: what another restore takes from its beginning to its first read
 RETRIES_MAX: Final = 2  # of reads that fail together and succeed one by one
 
 
@@ -138,6 +139,14 @@ class FilePath:
     @property
     def renew_in_s(self) -> float:
         return self._lease.renew_in_s
+
+    @property
+    def ending(self) -> bool:
+        """Whether so little is left to read that another restore may begin: its first reads then follow our last."""
+        if self._stream is None:
+            return self.layers_done == self._progress.layers
+        left_bytes = self._stream.bytes_left
+        return left_bytes is not None and left_bytes <= ENDING_BYTES
 
     @property
     def holds_window(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -99,7 +99,12 @@ class Hit:
         return sums
 
     def restore(
-        self, target: Sequence[Any], slots: Any, first_block: int = 0, timeout_s: float | None = None
+        self,
+        target: Sequence[Any],
+        slots: Any,
+        first_block: int = 0,
+        timeout_s: float | None = None,
+        ending: Callable[[], object] | None = None,
     ) -> Restore:
         """Bring the hit's blocks into the engine's paged KV. Nothing is copied until the restore is waited for.
 
@@ -109,6 +114,8 @@ class Hit:
             slots: `slots[i]` is where block i of the hit goes. Fewer than the hit's blocks: only those are brought.
             first_block: blocks before it are in place already and are not touched.
             timeout_s: from now to the end of the restore; past it the usable prefix is what is in place.
+            ending: called once, by who waits, when so little is left to read that the next restore had better begin
+                (`Scheduler.ending`). Not when it fails or is closed before. It must not block or raise.
 
         Raises:
             ValueError: shapes do not fit, a slot is named twice or does not exist, or the hit was not pinned.
@@ -128,6 +135,7 @@ class Hit:
             self._client.transfer_timeout_s if timeout_s is None else timeout_s,
             guard=self._client.guard,
             forked=self._client.forked,
+            ending=ending,
             ended=self._restored,
         )
         self._restores.append(restore)

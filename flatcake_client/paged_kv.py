@@ -67,6 +67,7 @@ class PagedKv:
         slots: Slots,
         timeout_s: float,
         cancelled: Callable[[], bool] = lambda: False,
+        ending: Callable[[], object] | None = None,
     ) -> Loaded:
         """Bring blocks `first_block .. len(keys)` of a chain. Slots behind the blocks that are in place hold anything.
 
@@ -74,6 +75,7 @@ class PagedKv:
             keys: from the context's first block.
             slots: one for each of these blocks.
             cancelled: looked at between layers.
+            ending: as `Hit.restore`.
         """
         try:
             with self.space.lookup(keys) as hit:
@@ -81,7 +83,7 @@ class PagedKv:
                     return Loaded(min(hit.blocks, first_block))
                 wanted = min(hit.blocks, len(keys))
                 whole = np.concatenate([np.zeros(first_block, np.int64), slots[: wanted - first_block]])
-                restore = hit.restore(self.pages, whole, first_block=first_block, timeout_s=timeout_s)
+                restore = hit.restore(self.pages, whole, first_block=first_block, timeout_s=timeout_s, ending=ending)
                 for layer in range(len(self.pages) - 1):
                     if cancelled():
                         restore.close()

@@ -127,11 +127,12 @@ class Restore:
         now_s: Callable[[], float] = time.monotonic,
         guard: Callable[[], None] = lambda: None,
         forked: Callable[[], bool] = lambda: False,
+        ending: Callable[[], object] | None = None,
         ended: Callable[[Restore], None] = lambda _: None,
     ) -> None:
         """Raises: ValueError: target or slots do not fit the space, or the hit has no block `first_block`."""
         deadline_s = self._deadline_s = now_s() + timeout_s
-        self._now_s, self._guard, self._forked, self._ended = now_s, guard, forked, ended
+        self._now_s, self._guard, self._forked, self._ending, self._ended = now_s, guard, forked, ending, ended
         self._lock = threading.RLock()
         self._hit = hit
         spec = hit.spec
@@ -263,8 +264,14 @@ class Restore:
                 began_s = self._now_s()
                 self._step(self._paths[behind], wait_s)
                 self._waited_s[behind] += self._now_s() - began_s
+                self._say_ending()
         if progress.over or self._done(progress.layers - 1):
             self._finish()
+
+    def _say_ending(self) -> None:
+        if self._ending is not None and self._files.ending and all(path.ending for path in self._remote):
+            say, self._ending = self._ending, None
+            say()
 
     def _step(self, path: FilePath | MemoryPath, wait_s: float) -> None:
         holders = [each for each in self._paths if isinstance(each, FilePath) and each.holds_window]

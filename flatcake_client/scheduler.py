@@ -4,6 +4,10 @@ A request whose blocks are all in memory is ready at once. One with blocks on SS
 with the highest `1 + wait_s / KV_GB` is prefetched next, and when its blocks are in place it enters the ready queue at its
 original arrival time, before everything that came later. A prefetch that failed is ready too: the engine computes.
 
+Prefetches go one after the other, each with the whole disk: two at once would take twice as long each. But the disk would idle while
+one is scattered to its end, is given back, and the next is looked up and planned; so a prefetch says when little is left of
+it (`ending`), and the next one begins beside its last reads.
+
 `TwoQueues` decides and does nothing: no clock, no threads. `Scheduler` carries it out with a bounded number of threads,
 for engines that have no scheduler of their own; a connector uses the core.
 
@@ -33,8 +37,8 @@ from flatcake_transport.errors import Overloaded, Unavailable
 log = logging.getLogger(__name__)
 
 BYTES_PER_GB: Final = 1_000_000_000
-# Two prefetches keep the disk busy while one of them plans or ends; more only make each of them slower.
-PREFETCHES_MAX: Final = 2
+PREFETCHES_MAX: Final = 1
+ENDING_MAX: Final = 1  # prefetches that end, beside those that read
 WAITING_MAX: Final = 65_536
 
 RequestId = TypeVar("RequestId", bound=Hashable)
@@ -65,10 +69,15 @@ class Queues(Protocol[RequestId]):
 
     def arrive(self, request: RequestId, arrival_s: float, ssd_bytes: int) -> None: ...
     def start_prefetches(self, now_s: float) -> list[RequestId]: ...
-    def prefetched(self, request: RequestId) -> None: ...
+    def prefetched(self, request: RequestId, *, ending: bool = False) -> None: ...
     def take_ready(self) -> RequestId | None: ...
     def cancel(self, request: RequestId) -> None: ...
     def stats(self) -> SchedulerStats: ...
+
+
+def may_start(prefetches_max: int, prefetching: int, ending: int) -> bool:
+    """Whether another prefetch may begin beside those that read and those that end."""
+    return prefetching < prefetches_max and prefetching + ending < prefetches_max + ENDING_MAX
 
 
 def priority(wait_s: float, ssd_bytes: int) -> float:
@@ -88,6 +97,7 @@ class TwoQueues(Generic[RequestId]):
         self._known: dict[RequestId, _Waiting] = {}
         self._preparing: dict[RequestId, _Waiting] = {}
         self._prefetching: dict[RequestId, _Waiting] = {}
+        self._ending: dict[RequestId, _Waiting] = {}
         self._ready: list[tuple[float, int, RequestId]] = []
         self._arrived = self._taken = self._cancelled = self._prefetched = 0
 
@@ -113,15 +123,23 @@ class TwoQueues(Generic[RequestId]):
     def start_prefetches(self, now_s: float) -> list[RequestId]:
         """The requests to prefetch from now on, as many as may run: highest priority first, then first come."""
         started: list[RequestId] = []
-        while self._preparing and len(self._prefetching) < self._prefetches_max:
+        while self._preparing and may_start(self._prefetches_max, len(self._prefetching), len(self._ending)):
             request = max(self._preparing, key=lambda each: self._rank(self._preparing[each], now_s))
             self._prefetching[request] = self._preparing.pop(request)
             started.append(request)
         return started
 
-    def prefetched(self, request: RequestId) -> None:
-        """A prefetch ended, well or not: the request is ready, at its place by arrival. Cancelled ones are fine."""
+    def prefetched(self, request: RequestId, *, ending: bool = False) -> None:
+        """A prefetch ended, well or not: the request is ready, at its place by arrival. Cancelled ones are fine.
+
+        `ending`: not yet, but it leaves the disk to another one.
+        """
         waiting = self._prefetching.pop(request, None)
+        if ending:
+            if waiting is not None:
+                self._ending[request] = waiting
+            return
+        waiting = waiting or self._ending.pop(request, None)
         if waiting is None:
             return
         self._prefetched += 1
@@ -154,7 +172,7 @@ class TwoQueues(Generic[RequestId]):
             prefetched_total=self._prefetched,
             ready=len(self._ready),
             preparing=len(self._preparing),
-            prefetching=sum(request in self._known for request in self._prefetching),
+            prefetching=sum(request in self._known for request in (*self._prefetching, *self._ending)),
         )
 
     def _make_ready(self, request: RequestId, waiting: _Waiting) -> None:
@@ -189,7 +207,7 @@ class Scheduler(Generic[RequestId]):
         self._closed = False
         self._threads = [
             threading.Thread(target=self._prefetch_all, name=f"flatcake-prefetch{n}", daemon=True)
-            for n in range(prefetches_max)
+            for n in range(prefetches_max + ENDING_MAX)
         ]
         for thread in self._threads:
             thread.start()
@@ -205,6 +223,12 @@ class Scheduler(Generic[RequestId]):
             self._queues.arrive(request, self._now_s(), ssd_bytes)
             if ssd_bytes:
                 self._work[request] = prefetch
+            self._changed.notify_all()
+
+    def ending(self, request: RequestId) -> None:
+        """Little is left of the request's prefetch, which says so itself: the next one begins. Unknown ones are fine."""
+        with self._changed:
+            self._queues.prefetched(request, ending=True)
             self._changed.notify_all()
 
     def next_ready(self, timeout_s: float | None = None) -> RequestId | None:

@@ -93,7 +93,7 @@ class InMemoryHit:
     def __exit__(self, *_):
         self.space.client.pinned -= 1
 
-    def restore(self, target, slots, first_block=0, timeout_s=None):
+    def restore(self, target, slots, first_block=0, timeout_s=None, ending=None):
         assert self.space.client.pinned
         self.space.client.break_at("restore")
         return InMemoryRestore(self, target, slots)

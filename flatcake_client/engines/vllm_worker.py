@@ -239,7 +239,8 @@ class WorkerSide:
             if kv is not None:
                 keys = self._keys(job.hashes, job.salt)
                 slots = np.array(job.block_ids, np.int64)
-                loaded = kv.load(keys, job.first_block, slots, self._settings.load_timeout_s, cancelled)
+                ending = partial(self._restores.ending, job.request_id)
+                loaded = kv.load(keys, job.first_block, slots, self._settings.load_timeout_s, cancelled, ending)
                 usable = max(usable, loaded.blocks)
                 self.tally.add("loaded_memory_bytes", loaded.memory_bytes)
                 self.tally.add("loaded_ssd_bytes", loaded.ssd_bytes)

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -39,7 +39,7 @@ from flatcake_client.replay.maximum import Seen
 from flatcake_client.replay.metrics import Record
 from flatcake_client.replay.system import Asked, Found, Pages, Slots, System
 from flatcake_client.replay.workload import Planned, Workload, block_keys
-from flatcake_client.scheduler import Queues, Scheduler
+from flatcake_client.scheduler import ENDING_MAX, Queues, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Run:
 
     def warm_up(self) -> None:
         """Before `run`: as many sessions as there will be restores at once, or areas, stored and restored, at the same time."""
-        areas = list(self._areas.queue)[: self._prefetches]
+        areas = list(self._areas.queue)[: self._prefetches + ENDING_MAX]
         blocks = min(WARM_BLOCKS, self._workload.blocks_max)
         first = self._workload.different_blocks  # numbers that no request has
 
@@ -271,6 +271,7 @@ class Run:
         record.found_memory_bytes = found.bytes_by_medium.get("memory", 0) if found.blocks else 0
         self._found[asked.number] = found
         weight = sum(found.bytes_by_medium.values()) if self._engine.all_prefetched else found.ssd_bytes
+        asked = replace(asked, ending=partial(scheduler.ending, asked.number))
         prefetch = partial(self._guarded, self._prefetch, asked, found)
         scheduler.submit(asked.number, weight if found.blocks else 0, prefetch)
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from flatcake_client.scheduler import SchedulerStats
+from flatcake_client.scheduler import SchedulerStats, may_start
 
 RequestId = TypeVar("RequestId", bound=Hashable)
 
@@ -27,6 +27,7 @@ class OneQueue(Generic[RequestId]):
         self._numbers: dict[RequestId, int] = {}  # of arrival; those that are here
         self._preparing: deque[RequestId] = deque()
         self._prefetching: set[RequestId] = set()
+        self._ending: set[RequestId] = set()
         self._ready: list[tuple[int, RequestId]] = []
         self._arrived = self._taken = self._cancelled = self._prefetched = 0
 
@@ -43,16 +44,20 @@ class OneQueue(Generic[RequestId]):
 
     def start_prefetches(self, now_s: float) -> list[RequestId]:  # noqa: ARG002
         started: list[RequestId] = []
-        while self._preparing and len(self._prefetching) < self._prefetches_max:
+        while self._preparing and may_start(self._prefetches_max, len(self._prefetching), len(self._ending)):
             request = self._preparing.popleft()
             if request in self._numbers:
                 self._prefetching.add(request)
                 started.append(request)
         return started
 
-    def prefetched(self, request: RequestId) -> None:
-        if request in self._prefetching:
-            self._prefetching.remove(request)
+    def prefetched(self, request: RequestId, *, ending: bool = False) -> None:
+        under_way = request in self._prefetching or request in self._ending
+        self._prefetching.discard(request)
+        if ending:
+            self._ending |= {request} if under_way else set()
+        elif under_way:
+            self._ending.discard(request)
             self._prefetched += 1
             if request in self._numbers:
                 heapq.heappush(self._ready, (self._numbers[request], request))
@@ -78,5 +83,5 @@ class OneQueue(Generic[RequestId]):
             prefetched_total=self._prefetched,
             ready=sum(request in self._numbers for _, request in self._ready),
             preparing=sum(request in self._numbers for request in self._preparing),
-            prefetching=sum(request in self._numbers for request in self._prefetching),
+            prefetching=sum(request in self._numbers for request in self._prefetching | self._ending),
         )

@@ -32,7 +32,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,6 +85,8 @@ class Asked:
         previous_reply_tokens: of the last reply in this session; None: first turn.
         share_counts: one a key: conversations that ask for the block in the whole replay, as an engine's prefix tree that has
             been warm for long would say.
+        ending: a `restore` of it may call this once, when so little is left to read that the next had better begin. Who
+            never does has the next one begin when it has returned.
     """
 
     number: int
@@ -94,6 +96,7 @@ class Asked:
     input_tokens: int
     previous_reply_tokens: int | None
     share_counts: NDArray[np.int64]
+    ending: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,10 +23,10 @@ import numpy as np
 import flatcake_client as fc
 from flatcake_client.replay.node import Node
 from flatcake_client.replay.system import Asked, Budget, Found, Ledger, Pages, Slots, SystemStats, names_of
+from flatcake_client.scheduler import PREFETCHES_MAX
 from flatcake_transport.errors import FlatCakeError, Unavailable
 
 ABLATIONS: Final = ("one-queue", "eviction-layout", "no-merge", "window-of-one", "memory-off")
-PREFETCHES_MAX: Final = 2  # scheduler.PREFETCHES_MAX says why
 EVICTED_BLOCKS: Final = 4  # of one request that lie together under eviction-layout
 EVICTION_FILES: Final = 16  # open at a time under eviction-layout
 CLOSE_TIMEOUT_S: Final = 10.0
@@ -93,10 +93,10 @@ class FlatCakeSystem:
             return Found(0)
         return Found(hit.blocks, hit.bytes_by_medium, hit)
 
-    def restore(self, asked: Asked, found: Found, pages: Pages, slots: Slots, timeout_s: float) -> int:  # noqa: ARG002 - the seam's
+    def restore(self, asked: Asked, found: Found, pages: Pages, slots: Slots, timeout_s: float) -> int:
         layers = [pages[:, plane] for plane in range(pages.shape[1])]
         with found.pin as hit:
-            restore = hit.restore(layers, slots, timeout_s=timeout_s)
+            restore = hit.restore(layers, slots, timeout_s=timeout_s, ending=asked.ending)
             usable = int(restore.wait())
         with self._lock:
             for medium, size_bytes in restore.stats.bytes_by_medium.items():

@@ -275,22 +275,27 @@ class ReadStream:
         self._files = files
         self._mover = mover
         self._window = window
+        self._coming: Step | None = None  # planned while those before it are read
         self._flying: deque[tuple[Step, int, Transfer]] = deque()
         self._idle: deque[int] = deque(range(len(window.buffers)))
         self._held: int | None = None  # the buffer the caller is looking at
         self.reads = 0
         self.bytes_read = 0
         try:
+            self._coming = next(steps, None)
             self._fill()
         except BaseException:
             self.close()
             raise
 
+    @property
+    def bytes_left(self) -> int | None:
+        """What has not landed yet, once the last read is under way; None before."""
+        return None if self._coming is not None else sum(step.size_bytes for step, _, _ in self._flying)
+
     def _fill(self) -> None:
-        while self._idle:
-            step = next(self._steps, None)
-            if step is None:
-                return
+        while self._idle and self._coming is not None:
+            step = self._coming
             index = self._idle.popleft()
             buffer = self._window.buffers[index]
             moves = []
@@ -300,6 +305,7 @@ class ReadStream:
             self._flying.append((step, index, self._mover.submit(moves)))
             self.reads += len(step.reads)
             self.bytes_read += step.size_bytes
+            self._coming = next(self._steps, None)
 
     def advance(self, timeout_s: float | None = None) -> tuple[Step, Any] | None:
         """The next step and the buffer that holds its bytes, or None after the last.
@@ -328,7 +334,7 @@ class ReadStream:
 
     def close(self, transfers: Sequence[Transfer] = ()) -> None:
         """Give the window back when reads in flight, and the caller's own `transfers` on it, rest. Twice is fine."""
-        self._held, self._steps = None, iter(())
+        self._held, self._coming, self._steps = None, None, iter(())
         self._idle.clear()
         flying = [transfer for _, _, transfer in self._flying]
         self._flying.clear()

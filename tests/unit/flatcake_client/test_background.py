@@ -140,6 +140,22 @@ def test_memory_never_waits_for_ssd_and_small_ones_come_first(restores):
     assert not restores.busy()
 
 
+def test_one_that_ends_leaves_the_disk_to_the_next(restores):
+    disk, other = Gate(), Gate()
+    restores.submit("ends", 1, disk)
+    assert disk.begun.wait(TIMEOUT_S)
+    restores.submit("next", 1, other)
+    restores.ending("next")
+    restores.ending("unknown")
+    assert not other.begun.is_set()
+    restores.ending("ends")
+    assert other.begun.wait(TIMEOUT_S)
+    other.open.set()
+    assert ended(restores, 1) == ["next"]
+    disk.open.set()
+    assert ended(restores, 1) == ["ends"]
+
+
 def test_one_that_fails_has_ended_and_so_has_one_cancelled(restores):
     def fails(_: object) -> None:
         raise Unavailable("no disk")

@@ -11,6 +11,7 @@ from hits import FakeHit, Movers
 from homes import Gate
 from images import Chain
 
+from flatcake_client import file_path
 from flatcake_client.records import Run
 from flatcake_client.restore import Restore, RestoreCorrupt, RestoreUnavailable
 from flatcake_transport.address import Address, Medium
@@ -51,10 +52,10 @@ def pages():
     return [np.zeros((14, 64 << 10), np.uint8) for _ in range(3)]
 
 
-def begin(hit, movers, pages, *, slots=None, first=0, timeout_s=10.0, **options):
+def begin(hit, movers, pages, *, slots=None, first=0, timeout_s=10.0, ending=None, **options):
     tools = movers.reading(hit, **options)
     slots = np.arange(14) if slots is None else slots
-    return Restore(hit, tools, pages, slots, first, timeout_s, now_s=hit.clock), tools
+    return Restore(hit, tools, pages, slots, first, timeout_s, now_s=hit.clock, ending=ending), tools
 
 
 def right(chain, pages, layer, blocks):
@@ -423,3 +424,26 @@ def test_closed_early(chain, hit, movers, pages):
         pass
     with tools.staging.open_window(1.0):
         pass
+
+
+@pytest.mark.parametrize(("ending_bytes", "layers_left"), [(0, 0), (10 * (64 << 10), 1), (1 << 30, 2)])
+def test_it_says_once_when_little_is_left_to_read(hit, movers, pages, monkeypatch, ending_bytes, layers_left):
+    """A layer a buffer, two buffers: the next restore begins when so many bytes have not landed, and all are under way."""
+    monkeypatch.setattr(file_path, "ENDING_BYTES", ending_bytes)
+    said = []
+    movers.files.open.set()
+    layer_bytes = 10 * (64 << 10)
+    restore, _ = begin(
+        hit, movers, pages, ending=lambda: said.append(restore._files.layers_done), extra_bytes=layer_bytes - (68 << 10)
+    )
+    for layer in range(3):
+        restore.wait_layer(layer)
+    assert restore.wait() == 14
+    assert said == [max(2, 3 - layers_left)], "the third layer is asked for only when the first is scattered"
+
+
+def test_what_is_all_in_memory_leaves_the_disk_alone(hit, movers, pages):
+    said = []
+    restore, _ = begin(hit, movers, pages, slots=np.arange(4), ending=lambda: said.append(1))
+    assert restore.wait() == 4
+    assert said == [1]

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from waiting import pause, until
 
 from flatcake_client.scheduler import BYTES_PER_GB, Scheduler, TwoQueues, priority
 from flatcake_transport.errors import Overloaded, Unavailable
@@ -83,6 +84,59 @@ def test_a_cancelled_request_is_never_run_and_its_prefetch_keeps_its_place_till_
         0,
         0,
     )
+
+
+def test_one_that_ends_leaves_the_disk_to_the_next_and_is_not_ready_yet():
+    queues: TwoQueues[str] = TwoQueues(prefetches_max=1)
+    for n, name in enumerate(("first", "second", "third")):
+        queues.arrive(name, n, GB)
+    assert queues.start_prefetches(9.0) == ["first"]
+    queues.prefetched("second", ending=True)  # it has not begun
+    assert queues.start_prefetches(9.0) == []
+    queues.prefetched("first", ending=True)
+    queues.prefetched("first", ending=True)
+    assert queues.start_prefetches(9.0) == ["second"]
+    assert queues.take_ready() is None
+    queues.prefetched("second", ending=True)
+    assert queues.start_prefetches(9.0) == [], "two of them end already"
+    assert queues.stats().prefetching == 2
+    queues.prefetched("first")
+    assert queues.start_prefetches(9.0) == ["third"]
+    queues.prefetched("first", ending=True)
+    queues.cancel("second")
+    queues.prefetched("second")
+    queues.prefetched("third")
+    assert [queues.take_ready(), queues.take_ready(), queues.take_ready()] == ["first", "third", None]
+    stats = queues.stats()
+    assert (stats.prefetched_total, stats.prefetching, stats.preparing) == (3, 0, 0)
+
+
+def test_the_driver_begins_the_next_when_one_says_that_it_ends():
+    scheduler: Scheduler[str] = Scheduler(1)
+    gates = {name: threading.Event() for name in ("first", "second", "third")}
+    begun = []
+
+    def reads(name: str) -> None:
+        begun.append(name)
+        gates[name].wait(TIMEOUT_S)
+
+    for name in gates:
+        scheduler.submit(name, GB, partial(reads, name))
+        until(lambda: begun)
+    pause(0.02)
+    assert begun == ["first"]
+    scheduler.ending("first")
+    until(lambda: begun == ["first", "second"])
+    scheduler.ending("second")
+    pause(0.02)
+    assert begun == ["first", "second"]
+    gates["second"].set()
+    until(lambda: begun == ["first", "second", "third"])
+    assert scheduler.next_ready(TIMEOUT_S) == "second"
+    for gate in gates.values():
+        gate.set()
+    assert {scheduler.next_ready(TIMEOUT_S), scheduler.next_ready(TIMEOUT_S)} == {"first", "third"}
+    scheduler.close()
 
 
 def test_bad_input_is_refused():

@@ -364,6 +364,8 @@ def test_all_buffers_but_the_callers_are_on_their_way() -> None:
         mover.transfers[landing].land()
         got, buffer = stream.advance(0)
         assert got == step(landing), "in order, whatever lands first"
+        left = len(mover.transfers) - landing - 1
+        assert stream.bytes_left == (left * PAGE if len(mover.transfers) == 6 else None)
         assert buffer.tolist() == [landing] * PAGE
         stream.release()
     assert stream.advance(0) is None

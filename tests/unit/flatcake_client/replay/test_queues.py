@@ -44,6 +44,25 @@ def test_counts_add_up_and_cancelled_ones_hold_up_nobody():
     assert (stats.ready, stats.preparing, stats.prefetching) == (0, 0, 0)
 
 
+def test_one_that_ends_leaves_the_disk_to_the_next():
+    queues = OneQueue(1, in_order=True)
+    for n in range(3):
+        queues.arrive(n, 0.0, 1)
+    queues.prefetched(0, ending=True)
+    assert queues.start_prefetches(0.0) == [0]
+    queues.prefetched(0, ending=True)
+    assert queues.start_prefetches(0.0) == [1]
+    queues.prefetched(1, ending=True)
+    assert queues.start_prefetches(0.0) == []
+    assert queues.stats().prefetching == 2
+    assert queues.take_ready() is None
+    queues.prefetched(0)
+    assert queues.start_prefetches(0.0) == [2]
+    queues.prefetched(1)
+    queues.prefetched(1)
+    assert [queues.take_ready(), queues.take_ready(), queues.take_ready()] == [0, 1, None]
+
+
 def test_what_makes_no_sense():
     with pytest.raises(ValueError, match="1 or more"):
         OneQueue(0, in_order=True)
