@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
@@ -76,6 +77,7 @@ class FlatCakeSystem:
             "ablation": self._ablation, "prefetches_max": options.prefetches_max,
             "agent_context_tokens": options.agent_context_tokens, "short_reply_tokens": options.short_reply_tokens,
         }  # fmt: skip
+        self._tidy = ThreadPoolExecutor(1, "replay-release")
         self._lock = threading.Lock()
         self._random = np.random.default_rng(0)
         self._read = {"memory": 0, "ssd": 0}
@@ -94,10 +96,12 @@ class FlatCakeSystem:
         return Found(hit.blocks, hit.bytes_by_medium, hit)
 
     def restore(self, asked: Asked, found: Found, pages: Pages, slots: Slots, timeout_s: float) -> int:
-        layers = [pages[:, plane] for plane in range(pages.shape[1])]
-        with found.pin as hit:
+        layers, hit = [pages[:, plane] for plane in range(pages.shape[1])], found.pin
+        try:
             restore = hit.restore(layers, slots, timeout_s=timeout_s, ending=asked.ending)
             usable = int(restore.wait())
+        finally:
+            self._tidy.submit(hit.release)  # as connectors do: no request waits for it
         with self._lock:
             for medium, size_bytes in restore.stats.bytes_by_medium.items():
                 self._read[medium] += size_bytes * usable // found.blocks
@@ -168,6 +172,7 @@ class FlatCakeSystem:
             )
 
     def close(self) -> None:
+        self._tidy.shutdown()
         self._client.close(CLOSE_TIMEOUT_S)
         if self._node is not None:
             self._node.close()
