@@ -59,7 +59,7 @@ class Replayed:
         self._fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
         os.posix_fallocate(self._fd, 0, size_bytes)
         for at in range(0, size_bytes, COMMAND_BYTES):  # else reads of unwritten space never reach the disk
-            os.pwritev(self._fd, [self._memory[: min(COMMAND_BYTES, size_bytes - at)]], at)
+            os.pwritev(self._fd, [self._memory[: min(COMMAND_BYTES, size_bytes - at)].data], at)
         os.fsync(self._fd)
 
     def run(self, *, writes: bool) -> list[Interval]:
