@@ -1,6 +1,6 @@
 """One-sided gets of another process's memory over loopback, against `ucx_perftest` and a plain socket in the same run.
 
-    python bench/ucx.py                        64 MiB to 1 GiB in pieces of a plane's range, over TCP and over what UCX chooses
+    python bench/ucx.py                        64 and 512 MiB in pieces of a plane's range, over TCP and over what UCX chooses
     FLATCAKE_UCX_LIB=system python bench/ucx.py
 
 `ours` is `UcxMover` with `UcxProcess` serving, into registered memory that was touched. `perftest` is UCX's own ucp_get with the
@@ -170,7 +170,7 @@ def main() -> None:
     if "--serve" in sys.argv:
         serve_socket(*map(int, sys.argv[-2:]))
         return
-    args = arguments(__doc__, rounds=(3, "turns of each"), mib=(1024, "largest total in MiB"))
+    args = arguments(__doc__, rounds=(3, "turns of each"), mib=(512, "largest total in MiB"))
     library = load_ucx()
     report = Report(f"gets over loopback, {library.named}")
     with tempfile.TemporaryDirectory() as folder:
