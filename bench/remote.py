@@ -1,8 +1,9 @@
-"""Another node's memory, restored through the whole path: two daemons and a real redis-server on loopback, one client of each.
+"""Another node's memory and SSD, restored through the whole path: two daemons and a real redis-server on loopback, a client of each.
 
 `restore` is lookup, two round trips, one-sided gets, checksums as the daemons ask for them and the scatter into slots; `get` is
 `UcxMover` on as many bytes from a process that serves them, in pieces of 4 MiB into one buffer; `socket` is `sendall` and `recv_into`.
-They take turns; bests are compared. What a remote lookup takes by itself: bench/remote_lookup.py.
+SSD is compared with a restore of the same session by a client at its owner. They take turns; bests are compared. What a remote
+lookup takes by itself: bench/remote_lookup.py.
 Needs redis-server or valkey-server, and UCX. Run: python bench/remote.py [--mib 256]
 """
 
@@ -75,7 +76,7 @@ def settled(nodes: tuple[Node, Node]) -> None:
 def main() -> None:
     args = arguments(__doc__, mib=(256, "restored at once"), rounds=(5, "turns of each"))
     blocks = args.mib * MIB // BLOCK_BYTES
-    report = Report("a restore of another node's memory, loopback")
+    report = Report("a restore of what another node holds, loopback")
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(two_nodes(2 * blocks * BLOCK_BYTES))
         here, there = (stack.enter_context(fc.connect(node.endpoint, timeout_s=10)) for node in nodes)
@@ -83,24 +84,32 @@ def main() -> None:
         say(f"storing {blocks} blocks at node 2")
         written, pages = Pages(blocks), Pages(blocks, seed=1)
         written.fill(1)
-        keys = session_keys(far, 1, blocks)
-        write_session(far, keys, "s", written, [blocks], share_counts=[2] * blocks)
+        keys, on_ssd = (session_keys(far, seed, blocks) for seed in (1, 2))
+        write_session(far, keys, "memory", written, [blocks], share_counts=[2] * blocks)
+        write_session(far, on_ssd, "ssd", written, [blocks])
         settled(nodes)
         target = aligned_buffer(blocks * BLOCK_BYTES)
         get, plain = raw_get(stack, target), PlainSocket(len(target))
-        restore(near, keys, pages)
-        assert same(written, pages), "other bytes came back"
-        size = pages.size_bytes
-        ours, gets, sockets = take_turns(
+        for chain in (keys, on_ssd):
+            pages.clear()
+            restore(near, chain, pages)
+            assert same(written, pages), "other bytes came back"
+        bring = lambda space, chain, _: timed_s(partial(restore, space, chain, pages))  # noqa: E731
+        ours, gets, sockets, remote_ssd, local_ssd = take_turns(
             args.rounds,
-            lambda _: timed_s(partial(restore, near, keys, pages)),
+            partial(bring, near, keys),
             lambda _: get(),
             partial(receive, plain, target),
+            partial(bring, near, on_ssd),
+            partial(bring, far, on_ssd),
         )
-        compared = Compared.of(size, gets, ours)
-        report.add(f"restore / UCX get, {args.mib} MiB", compared.ratio, detail=compared)
-        compared = Compared.of(size, sockets, ours)
-        report.add("restore / plain socket", compared.ratio, detail=compared)
+        for name, limit_s, ours_s in (
+            (f"memory: restore / UCX get, {args.mib} MiB", gets, ours),
+            ("memory: restore / plain socket", sockets, ours),
+            ("SSD through UCX: restore / by the owner's own client", local_ssd, remote_ssd),
+        ):
+            compared = Compared.of(pages.size_bytes, limit_s, ours_s)
+            report.add(name, compared.ratio, detail=compared)
         plain.close()
     report.show(as_json=args.json)
 
