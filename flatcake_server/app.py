@@ -202,7 +202,7 @@ class Node:
             rpcs_max=config.rpcs_max,
             streams_max=config.clients_max if cluster is not None else 0,
             credentials=secrets_.server(),
-            guards=secrets_.guards(),
+            guards=secrets_.guards(lambda: self.timings.add("refused", 0.0)),
         )
 
     async def start(self) -> None:

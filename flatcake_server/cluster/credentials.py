@@ -42,8 +42,9 @@ class Secrets:
             target, grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.cert), options=options
         )
 
-    def guards(self) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
-        return [_CallProof(self.token)] if self.token else []
+    def guards(self, refused: Callable[[], None]) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
+        """`refused` is called for each call that is turned away."""
+        return [_CallProof(self.token, refused)] if self.token else []
 
 
 def load_secrets(token_file: str, cert_file: str, key_file: str, ca_file: str) -> Secrets:
@@ -66,10 +67,11 @@ def load_secrets(token_file: str, cert_file: str, key_file: str, ca_file: str) -
 class _CallProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Turns away calls of clients and operators without the token's proof. Health and the peer service have their own ways."""
 
-    def __init__(self, token: bytes) -> None:
+    def __init__(self, token: bytes, refused: Callable[[], None]) -> None:
         self._wanted = call_proof(token).encode()
 
         async def refuse(_: Any, context: Any) -> None:
+            refused()
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 "this node wants the cluster's token over TCP: set FLATCAKE_CLUSTER_TOKEN_FILE",

@@ -175,6 +175,8 @@ def test_clients_over_tcp_show_the_token_and_those_of_the_socket_need_not(tmp_pa
             with pytest.raises(grpc.RpcError) as refused:
                 await stub.Hello(store_pb2.HelloRequest(protocol=1), metadata=wrong)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert one.node.timings.by_verb["refused"][0] == 3
+            assert len(one.node.store.clients) == 0, "nothing is kept of them"
 
     run(work())
 
