@@ -2,7 +2,8 @@
 
 Every call has a deadline and fails fast: a daemon that is not there is `Unavailable` at once, one that does not answer is
 so at the deadline, and for a moment after that (`SILENCE_PAUSE_S`) without being asked again, so that a daemon that hangs
-costs an engine one deadline a second and not one a request.
+costs an engine one deadline a second and not one a request. Work that stands is not given up for another call's deadline:
+what keeps a lease or ends a turn is sent all the same, and waits for its own.
 
     FAILED_PRECONDITION  Stale: the daemon is another one now; say Hello again
     NOT_FOUND            Unknown: this daemon knows no such space or turn
@@ -164,7 +165,7 @@ class Rpc:
         request = store_pb2.RenewRequest(
             client_id=welcome.client_id, incarnation=welcome.incarnation, lease_ids=lease_ids
         )
-        reply = self._call(self._stub.Renew, request, timeout_s)
+        reply = self._call(self._stub.Renew, request, timeout_s, stands=True)
         return list(reply.alive), list(reply.alive_remote)
 
     def release(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float, wait_s: float) -> None:
@@ -228,7 +229,7 @@ class Rpc:
             shard=shard,
             parts=[store_pb2.PartChecksums(algorithm=algorithm, checksums=data) for algorithm, data in sums],
         )
-        return self._call(self._stub.CommitTurn, request, timeout_s).visible
+        return self._call(self._stub.CommitTurn, request, timeout_s, stands=True).visible
 
     def abort_turn(self, welcome: Welcome, turn_id: int, shard: int, failure: str, timeout_s: float) -> None:
         """`failure`: not empty when a write failed; the daemon then seals the files."""
@@ -239,14 +240,14 @@ class Rpc:
             shard=shard,
             failure=failure,
         )
-        self._call(self._stub.AbortTurn, request, timeout_s)
+        self._call(self._stub.AbortTurn, request, timeout_s, stands=True)
 
     def abort_unheard(self, welcome: Welcome, request_id: int, timeout_s: float) -> None:
         """Have the turn given back that a call of `begin_turn` began, if it did."""
         request = store_pb2.AbortTurnRequest(
             client_id=welcome.client_id, incarnation=welcome.incarnation, request_id=request_id
         )
-        self._call(self._stub.AbortTurn, request, timeout_s)
+        self._call(self._stub.AbortTurn, request, timeout_s, stands=True)
 
     def report_corrupt(self, welcome: Welcome, runs: Sequence[Run], timeout_s: float) -> None:
         """Of the segments of these runs."""
@@ -290,10 +291,11 @@ class Rpc:
         if incarnation != welcome.incarnation:
             raise Stale("another daemon answered than the one that was greeted")
 
-    def _call(self, verb: Callable[..., Reply], request: Any, timeout_s: float) -> Reply:
+    def _call(self, verb: Callable[..., Reply], request: Any, timeout_s: float, *, stands: bool = False) -> Reply:
+        """`stands`: it is about work that is done already, and is sent also to a daemon that did not answer lately."""
         if timeout_s <= 0:
             raise Unavailable("no time was left to ask the daemon")
-        if self._now_s() < self._silent_until_s:
+        if self._now_s() < self._silent_until_s and not stands:
             raise Unavailable(f"the daemon did not answer lately; it is asked again within {SILENCE_PAUSE_S:g} s")
         try:
             reply = verb(request, timeout=timeout_s, metadata=self._access.metadata)

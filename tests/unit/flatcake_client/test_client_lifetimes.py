@@ -18,6 +18,7 @@ from waiting import pause, until
 
 import flatcake_client as fc
 from flatcake_client import handover
+from flatcake_client.rpc import SILENCE_MIN_S
 from flatcake_transport.address import Medium
 from flatcake_transport.movers import posix
 from flatcake_transport.window import OpenFile
@@ -243,3 +244,16 @@ def test_a_turn_whose_beginning_was_not_heard_of_is_disowned(daemon, client, mon
         kv.space.begin_turn(keys)
     kv.space.lookup(keys)
     assert len(daemon.unheard) == 1, "one that was refused has begun nothing"
+
+
+def test_another_calls_deadline_costs_no_written_turn(daemon, client):
+    kv = Kv(client)
+    tokens = kv.tokens(1, 3)
+    turn = kv.space.begin_turn(kv.space.keys(tokens), session="s")
+    kv.write(turn, kv.space.keys(tokens))
+    stall = daemon.fail["lookup"] = threading.Event()
+    assert kv.space.lookup(kv.space.keys(tokens), timeout_s=SILENCE_MIN_S + 0.05).blocks == 0
+    turn.commit()
+    stall.set()
+    del daemon.fail["lookup"]
+    assert client.stats().turns_committed == 1
