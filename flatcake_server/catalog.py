@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,6 +108,7 @@ class Catalog:
         self.blocks_in: Counter[int] = Counter()
         self.copied_bytes = 0  # of segments that are copies of other nodes' blocks
         self.watch: Callable[[Iterable[SegmentRecord], bool], None] | None = None  # told what was (un)published
+        self._watchers: list[set[SessionNo]] = []
         self._by_name: dict[tuple[Fingerprint, str], Session] = {}
         # Older sessions of a name, of a path that was out of service while the name went on elsewhere.
         self._namesakes: dict[tuple[Fingerprint, str], list[Session]] = {}
@@ -125,6 +127,7 @@ class Catalog:
             self._namesakes.setdefault(key, []).append(self._by_name[key])
         self._by_name[key] = session
         self.order.add(session.session_no)
+        self._note(session)
 
     def forget(self, session: Session) -> None:
         """Take a session without visible segments out of the tables."""
@@ -141,6 +144,7 @@ class Catalog:
         if not older:
             self._namesakes.pop(key, None)
         self.order.remove(session.session_no)
+        self._note(session)
 
     def load(self, sessions: list[Session]) -> None:
         """Take over sessions with their segments at the start, all at once; least recently used first.
@@ -226,10 +230,12 @@ class Catalog:
 
     def count_tail(self, session: Session) -> None:
         """To be called when what is taken of a session's last file has changed, or its size."""
+        self._note(session)
         if session.pool != MEMORY_POOL and not session.gone:
             self.order.set_bytes(session.session_no, tails_of(session.pool), session.tail_bytes)
 
     def _count(self, session: Session, segment: SegmentRecord, sign: int) -> None:
+        self._note(session)
         pool = MEMORY_POOL if segment.address.medium is Medium.MEMORY else session.pool
         self.order.add_bytes(session.session_no, pool, sign * segment.total_bytes)
         self.copied_bytes += sign * segment.total_bytes * (segment.reason == Reason.COPIED)
@@ -240,6 +246,20 @@ class Catalog:
         """The segment that is meant, if it is still there."""
         segment = self.segments.get(suspect.address)
         return segment if segment is not None and segment.generation == suspect.generation else None
+
+    @contextmanager
+    def watched(self) -> Iterator[set[SessionNo]]:
+        """Numbers of the sessions that change meanwhile: come, go, or have other segments or files."""
+        changed: set[SessionNo] = set()
+        self._watchers.append(changed)
+        try:
+            yield changed
+        finally:
+            self._watchers = [one for one in self._watchers if one is not changed]
+
+    def _note(self, session: Session) -> None:
+        for changed in self._watchers:
+            changed.add(session.session_no)
 
     def present(self, keys: KeyArray) -> AddressArray:
         """Address of each key, `MISSING` where it is not stored."""

@@ -19,6 +19,7 @@ Invariants, held by `check`: between a key's home row and its row no row is empt
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Final
 
@@ -43,6 +44,8 @@ LOAD_MAX: Final = 0.75  # rows taken before a rebuild; beyond it misses walk far
 LOAD_MIN: Final = 0.48  # live rows after a removal before a sub-table shrinks: 24 / 0.48 = 50 bytes a block
 GROWTH: Final = 1.25
 CAPACITY_MIN: Final = 136  # a step later 170 rows: what a page holds, so less would save nothing. 1 MiB when empty
+CHECK_ROWS: Final = 512  # looked at in one step of a check; of small sub-tables, this many
+CHECK_TABLES: Final = 32
 PREFIX_KEYS: Final = 4096  # looked up at once by `prefix`: a longer chain stops at its first miss
 WINDOWS: Final = (2, 8, 32)  # rows read a round by the keys still looking, after the home row; the last one repeats
 
@@ -168,6 +171,13 @@ class BlockIndex:
 
     def check(self) -> None:
         """Raises: AssertionError: an invariant of this module is broken."""
+        for _ in self.check_steps():
+            pass
+
+    def check_steps(self) -> Iterator[None]:
+        """As `check`, in steps of 0.2 ms at most. The index may change between them: each looks at what is there then."""
+        assert self._live.sum() == self._blocks, "the count of blocks is wrong"
+        live: list[Int64Array] = []
         for sub in range(SUBS):
             table = self._table(sub)
             assert np.count_nonzero(table[:, 2] > TOMBSTONE) == self._live[sub], f"live rows of sub-table {sub}"
@@ -175,10 +185,19 @@ class BlockIndex:
             assert self._taken[sub] < len(table), f"sub-table {sub} has no empty row: a miss would not end"
             beyond = self._rows[self._base[sub] + len(table) : self._base[sub] + self._stride]
             assert not beyond[: 2 * CAPACITY_MIN].any(), f"sub-table {sub} has rows beyond its capacity"
-        keys, addresses = self.arrays()
-        assert len(addresses) == self._live.sum() == self._blocks, "the count of blocks is wrong"
-        assert len(np.unique(keys, axis=0)) == len(keys), "a key is there twice"
-        assert np.array_equal(self.lookup(keys), addresses), "a row cannot be reached from its key's home"
+            at = 0
+            while at < len(table := self._table(sub)):
+                live.append(np.flatnonzero(table[at : at + CHECK_ROWS, 2] > TOMBSTONE) + self._base[sub] + at)
+                at += CHECK_ROWS
+                if sum(map(len, live)) >= CHECK_ROWS // 2 or len(live) >= CHECK_TABLES:
+                    self._check_reached(np.concatenate(live))
+                    live.clear()
+                    yield
+        self._check_reached(np.concatenate(live or [np.empty(0, np.int64)]))
+
+    def _check_reached(self, rows: Int64Array) -> None:
+        found, _ = self._find(np.ascontiguousarray(self._rows[rows, :2]))
+        assert np.array_equal(found, rows), "a row cannot be reached from its key's home, or its key is there twice"
 
     def _hash(self, words: U64Array) -> U64Array:
         """64 bits of which the upper ones are well mixed (multiply and fold, as in splitmix64)."""

@@ -199,6 +199,10 @@ class ReclaimOrder:
         """How many sessions `session` may not go before. Raises: ValueError: unknown."""
         return len(self._known(session).dependents)
 
+    def stamp(self, session: int) -> int:
+        """Of its last use: of two sessions, the greater is used later. Raises: ValueError: unknown."""
+        return self._known(session).stamp
+
     def sessions(self) -> list[int]:
         """All sessions, least recently used first."""
         return sorted(self._sessions, key=lambda session: self._sessions[session].stamp)
@@ -213,17 +217,32 @@ class ReclaimOrder:
 
     def check(self) -> None:
         """Raises: AssertionError: an invariant of this module is broken."""
-        for session, known in self._sessions.items():
+        for _ in self.check_steps():
+            pass
+
+    def check_steps(self) -> Iterator[None]:
+        """As `check`, a session a step. The order may change between them."""
+        stamps: set[int] = set()
+        for session in list(self._sessions):
+            if (known := self._sessions.get(session)) is None:
+                continue
             assert session not in self._ancestors(session, itself=False), f"session {session} depends on itself"
             assert all(session in self._sessions[parent].dependents for parent in known.parents), "one-way parent"
             assert all(session in self._sessions[child].parents for child in known.dependents), "one-way dependent"
-        stamps = [known.stamp for known in self._sessions.values()]
-        assert len(set(stamps)) == len(stamps), "two sessions were used at the same time"
-        for number, pool in self._pools.items():
+            assert known.stamp not in stamps, "two sessions were used at the same time"
+            stamps.add(known.stamp)
+            yield
+        for number, pool in list(self._pools.items()):
             assert sum(pool.size_of.values()) == pool.total_bytes, f"bytes of pool {number} do not add up"
-            assert all(size > 0 for size in pool.size_of.values()), f"pool {number} lists a session without bytes"
-            used = [self._sessions[session].stamp for session in pool.size_of]
-            assert not pool.ordered or used == sorted(used), f"pool {number} is out of order"
+            assert min(pool.size_of.values(), default=1) > 0, f"pool {number} lists a session without bytes"
+            newest, last, used = self._stamp, 0, list(pool.size_of) if pool.ordered else []
+            yield
+            for session in used:
+                known = self._sessions.get(session)
+                if known is not None and known.stamp <= newest:  # those used meanwhile have moved on
+                    assert known.stamp > last, f"pool {number} is out of order"
+                    last = known.stamp
+                yield
 
     def _known(self, session: int) -> _Session:
         known = self._sessions.get(session)

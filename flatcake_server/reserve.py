@@ -211,6 +211,7 @@ class Reserver:
                 raise
             file = await self._create(disk, total_bytes)  # no session goes for headroom that may never be written
         session.files.append(file)
+        self._catalog.count_tail(session)
         if last is not None and not last.sealed:
             await self._retirement.trim(disk, (session, last))
         return file

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc
 from flatcake_server.law import Progress
+from flatcake_server.pace import Pace
 from flatcake_server.rpc import Context, Edge, Timings
 from flatcake_transport.errors import Overloaded
 from flatcake_transport.space import Fingerprint
@@ -29,10 +30,10 @@ class Views:
     """What operators may ask; each returns what JSON can hold."""
 
     status: Callable[[], Any]
-    spaces: Callable[[], list[dict[str, Any]]]
+    spaces: Callable[[], Awaitable[list[dict[str, Any]]]]
     nodes: Callable[[], list[dict[str, Any]]]
-    sessions: Callable[[Fingerprint | None, int], list[dict[str, Any]]]
-    session: Callable[[str], dict[str, Any]]
+    sessions: Callable[[Fingerprint | None, int], Awaitable[list[dict[str, Any]]]]
+    session: Callable[[str], Awaitable[dict[str, Any]]]
     drop: Callable[[Sequence[str]], Awaitable[dict[str, Any]]]
     check: Callable[[bool, Progress], Awaitable[dict[str, Any]]]
 
@@ -48,7 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             answer = view()
             if asyncio.iscoroutine(answer):
                 answer = await asyncio.shield(answer)
-            text = json.dumps(answer)
+            text = await _text(answer)
             if len(text) > self._bytes_max:
                 raise Overloaded(
                     f"the answer has {len(text)} bytes, a message at most {self._bytes_max}: ask for fewer with --limit, or "
@@ -107,3 +108,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             check.cancel()  # the operator gave up; where it has ended this does nothing
         async with Edge(context, self._timings, "check"):
             yield admin_pb2.CheckProgress(done=1, total=1, json=json.dumps(check.result()))
+
+
+async def _text(answer: Any) -> str:
+    """As JSON, a row at a time where it is a list."""
+    if not isinstance(answer, list):
+        return json.dumps(answer)
+    rows, pace = [], Pace()
+    for row in answer:
+        rows.append(json.dumps(row))
+        await pace.rest()
+    return "[" + ", ".join(rows) + "]"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
+from heapq import heappush, heappushpop
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from flatcake_server.catalog import MEMORY_POOL, Session
 from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.handover import Handover
-from flatcake_server.law import FINDINGS_MAX, Progress, check_data, check_files, check_state
+from flatcake_server.law import FINDINGS_MAX, Progress, check_data, check_files, check_living
+from flatcake_server.pace import Pace
 from flatcake_server.records import SessionNo
 from flatcake_server.rpc import Identity, Timings
 from flatcake_server.stats import ClusterStats, Counters, IndexStats, PoolStats, StoreStats
@@ -148,11 +150,11 @@ class Reports:
         """The nodes of the cluster, this one first; of a node by itself none."""
         return [asdict(row) for row in self._cluster().members] if self._cluster is not None else []
 
-    def spaces(self) -> list[dict[str, Any]]:
+    async def spaces(self) -> list[dict[str, Any]]:
         spaces = self._store.spaces.all()
         sessions: Counter[Fingerprint] = Counter()
         blocks: Counter[Fingerprint] = Counter()
-        for session in self._store.catalog.sessions.values():  # once: there may be a million of them
+        async for session in self._sessions():
             spaces[session.fingerprint] = session.spec
             sessions[session.fingerprint] += 1
             blocks[session.fingerprint] += session.blocks
@@ -168,16 +170,27 @@ class Reports:
             for fingerprint, spec in spaces.items()
         ]
 
-    def sessions(self, fingerprint: Fingerprint | None, limit: int) -> list[dict[str, Any]]:
+    async def sessions(self, fingerprint: Fingerprint | None, limit: int) -> list[dict[str, Any]]:
         """Most recently used first."""
-        catalog = self._store.catalog
-        newest = (catalog.sessions[SessionNo(no)] for no in reversed(catalog.order.sessions()))
-        chosen = [session for session in newest if fingerprint in (None, session.fingerprint)]
-        return [self._row(session) for session in chosen[:limit]]
+        newest: list[tuple[int, SessionNo]] = []  # a heap: the oldest of them first
+        order, pace = self._store.catalog.order, Pace()
+        async for session in self._sessions():
+            if fingerprint in (None, session.fingerprint):
+                entry = order.stamp(session.session_no), session.session_no
+                if len(newest) < limit:
+                    heappush(newest, entry)
+                else:
+                    heappushpop(newest, entry)
+        rows = []
+        for _, session_no in sorted(newest, reverse=True):
+            if (known := self._store.catalog.sessions.get(session_no)) is not None:
+                rows.append(self._row(known))
+            await pace.rest()
+        return rows
 
-    def session(self, name: str) -> dict[str, Any]:
+    async def session(self, name: str) -> dict[str, Any]:
         """One session with its segments. Raises: ValueError: no session has that name."""
-        named = self._named(name)
+        named = await self._named(name)
         if not named:
             raise ValueError(f"no session is named {name!r}: see `flatcake sessions list`")
         row = self._row(named[0])
@@ -199,7 +212,7 @@ class Reports:
         """Drop whole sessions by name; what is being read or written, or needed by others, stays, and is said."""
         report: dict[str, Any] = {"dropped": [], "busy": [], "needed": [], "unknown": []}
         for name in names:
-            named = self._named(name)
+            named = await self._named(name)
             if not named:
                 report["unknown"].append(name)
             for session in named:
@@ -215,7 +228,7 @@ class Reports:
 
     async def check(self, data: bool, progress: Progress) -> dict[str, Any]:
         """The law on the living store; with `data`, every byte of it is read and compared with its checksum."""
-        findings = check_state(self._store, self._memory, self._ssd_range) + await check_files(self._store)
+        findings = await check_living(self._store, self._memory, self._ssd_range) + await check_files(self._store)
         if data:
             findings += await check_data(self._store, self._arena, progress)
         stats = self.stats()
@@ -229,8 +242,16 @@ class Reports:
             "pools": [asdict(pool) for pool in stats.pools],
         }
 
-    def _named(self, name: str) -> list[Session]:
-        return [session for session in self._store.catalog.sessions.values() if session.name == name]
+    async def _sessions(self) -> AsyncIterator[Session]:
+        """All that were there at the start and still are, a slice of them at a time: there may be a million."""
+        pace = Pace()
+        for session in list(self._store.catalog.sessions.values()):
+            if not session.gone:
+                yield session
+            await pace.rest()
+
+    async def _named(self, name: str) -> list[Session]:
+        return [session async for session in self._sessions() if session.name == name]
 
     def _row(self, session: Session) -> dict[str, Any]:
         disk = self._store.disks.get(session.pool)

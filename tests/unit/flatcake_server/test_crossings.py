@@ -191,7 +191,7 @@ def test_a_tick_that_fails_is_not_the_last(core, monkeypatch):
         ticker.cancel()
 
     core.loop.run_until_complete(watch())
-    assert len(ticks) == 3
+    assert len(ticks) >= 3
 
 
 @PACES

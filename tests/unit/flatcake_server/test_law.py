@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from core import Core, Yield
 from faults import files_of, flip
 
-from flatcake_server.law import check_data, check_files, check_state
+from flatcake_server import pace
+from flatcake_server.law import check_data, check_files, check_living, check_state
 from flatcake_server.records import FileId
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.space import SpaceSpec
@@ -147,9 +149,73 @@ BREAKS = [
 
 @pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
 def test_state(core, breaks):
-    assert state(core) == []
+    assert state(core) == core.do(living(core)) == []
     breaks(core)
     assert state(core) != []
+    assert sorted(core.do(living(core))) == sorted(state(core))
+
+
+def living(core):
+    return check_living(core.store, core.node.memory, core.node.ssd_range)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_it_holds_beside_everything(core, monkeypatch, seed):
+    """The check is cut at every step it can be, and the store changes at each: nothing is found that is not there."""
+    monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    under_way = 0
+
+    async def turns(number):
+        nonlocal under_way
+        under_way += 1
+        try:
+            for again in range(6):
+                path = [number, again, 3, 4]
+                turn = await core.begin(ONE, path, session=f"t{number}", share_counts=[2, 2, 1, 1])
+                await (core.abort(turn) if again % 3 == 0 else core.commit(turn))
+                await core.commit(await core.begin(ONE, [*path, 5], session=f"t{number}", turn=9))
+                if number % 2:
+                    await core.node.retirement.drop(core.store.catalog.find(ONE.fingerprint, f"t{number}"))
+                await core.node.retirement.trim_idle(core.now_s + 1)
+        finally:
+            under_way -= 1
+
+    async def checks():
+        looks = 0
+        while under_way or not looks:
+            assert await living(core) == []
+            assert await check_files(core.store) == []
+            looks += 1
+        return looks
+
+    core._turns = seed
+    results = core.run(checks(), *(turns(number) for number in range(20, 26)))
+    assert results[1:] == [None] * 6
+    assert results[0] >= 1
+    assert core.store.catalog._watchers == []
+
+
+def test_others_have_their_turn_while_it_looks(core, monkeypatch):
+    """At each session, segment and some rows of the index. By the clock of this process: on a busy machine too."""
+    for number in range(20, 50):
+        core.put(ONE, [number, 1], session=f"t{number}")
+    monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    gaps, over = [0.0], False
+
+    async def others():
+        while not over:
+            since_s = time.process_time()
+            await Yield()
+            gaps.append(time.process_time() - since_s)
+
+    async def look():
+        nonlocal over
+        assert await living(core) == []
+        over = True
+
+    core.run(others(), look())
+    assert len(gaps) > 2 * 30, "a step a session and a step a segment, at least"
+    assert max(gaps) < 0.05, "one step of it took as long as the whole should"
 
 
 def test_files(core):

@@ -57,20 +57,20 @@ def test_counts_add_up(core, reports):
 
 def test_sessions_newest_first(core, reports):
     core.hit(ONE, [1, 2, 3])
-    names = [row["name"] for row in reports.sessions(None, 10)]
+    names = [row["name"] for row in core.do(reports.sessions(None, 10))]
     assert names[-1] == "b"
     assert len(names) == 3
-    assert len(reports.sessions(None, 1)) == 1
-    assert reports.sessions(b"x" * 16, 10) == []
-    row = reports.session("a")
+    assert len(core.do(reports.sessions(None, 1))) == 1
+    assert core.do(reports.sessions(b"x" * 16, 10)) == []
+    row = core.do(reports.session("a"))
     assert (row["blocks"], row["tokens"], row["files"], row["readers"]) == (2, 32, 1, 0)
     assert [(segment["first_block"], segment["reason"]) for segment in row["segments"]] == [(1, "first-turn")]
     with pytest.raises(ValueError, match="no session is named"):
-        reports.session("c")
+        core.do(reports.session("c"))
 
 
 def test_spaces(core, reports):
-    (space,) = reports.spaces()
+    (space,) = core.do(reports.spaces())
     assert (space["model"], space["sessions"], space["blocks"], space["open"]) == ("one", 3, 4, True)
     core.restart()
     core_reports = Reports(
@@ -83,7 +83,7 @@ def test_spaces(core, reports):
         Timings(),
         0.0,
     )
-    (space,) = core_reports.spaces()
+    (space,) = core.do(core_reports.spaces())
     assert space["open"] is False
 
 
