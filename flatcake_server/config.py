@@ -49,7 +49,8 @@ _OTHER_VARIABLES: Final = {
     "FLATCAKE_ENDPOINT",
     "FLATCAKE_CONFIG",
     "FLATCAKE_UCX_LIB",  # which libucp
-    "FLATCAKE_PEER_MOONCAKE",  # how bench/peers drives Mooncake
+    "FLATCAKE_PEER_LMCACHE",  # how bench/peers drives LMCache
+    "FLATCAKE_PEER_MOONCAKE",  # and Mooncake
 }
 # Kubernetes puts these into every pod beside a Service whose name starts with "flatcake".
 _SERVICE_LINK: Final = re.compile(r"FLATCAKE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")

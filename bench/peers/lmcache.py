@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,12 @@ class Settings:
 
 
 def open_system(budget: Budget) -> LMCache:
-    """Raises: ValueError: a budget it cannot work with."""
-    return LMCache(Settings.for_budget(budget))
+    """Raises: ValueError: a budget it cannot work with, or a store policy that it does not have."""
+    settings = Settings.for_budget(budget)
+    policy = os.environ.get("FLATCAKE_PEER_LMCACHE", settings.store_policy)
+    if policy not in ("default", "skip_l1"):
+        raise ValueError(f"FLATCAKE_PEER_LMCACHE={policy}: default or skip_l1")
+    return LMCache(replace(settings, store_policy=policy))
 
 
 class LMCache:
