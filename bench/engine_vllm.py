@@ -108,7 +108,7 @@ def _timed_calls(connector: Any) -> list[float]:
     return calls
 
 
-def _restores(core: Any, rounds: int = 7) -> dict[str, float]:
+def _restores(core: Any, rounds: int = 15) -> dict[str, float]:
     """The longest prefix into vLLM's pages: as the connector's worker does it, and by the bare client. Best GB/s of each."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
@@ -124,19 +124,23 @@ def _restores(core: Any, rounds: int = 7) -> dict[str, float]:
     space, pages = worker._space, worker._kv.pages  # noqa: SLF001
     size_bytes = blocks * space.spec.block_bytes
     inside, bare = [], []
+    cpu_s = {"connector": 0.0, "client": 0.0}
     for number in range(rounds):
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         job = Load(f"bench{number}", hashes, b"", 0, tuple(slots.tolist()), 1)
         worker.start(StepJobs(loads=(job,)))
         while not worker._restores.ended(1.0):  # noqa: SLF001
             pass
         inside.append(time.perf_counter() - start_s)
+        cpu_s["connector"] += time.process_time() - start_cpu_s
         assert not worker.failures(), "blocks did not come"
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         with space.lookup(space.keys_of_hashes(hashes)) as hit:
             assert hit.restore(pages, slots).wait() == blocks
         bare.append(time.perf_counter() - start_s)
-    return {"connector_gb_s": size_bytes / min(inside) / 1e9, "client_gb_s": size_bytes / min(bare) / 1e9}
+        cpu_s["client"] += time.process_time() - start_cpu_s
+    speeds = {"connector_gb_s": size_bytes / min(inside) / 1e9, "client_gb_s": size_bytes / min(bare) / 1e9}
+    return speeds | {f"{name}_cpu_ms": seconds / rounds * 1e3 for name, seconds in cpu_s.items()}
 
 
 def run(folder: Path, kind: str, endpoint: str, rounds: int) -> dict[str, Any]:
@@ -194,7 +198,9 @@ def show(results: dict[str, dict[str, Any]], token_bytes: int, *, as_json: bool)
         )  # fmt: skip
         report.add(
             f"restore, {kind}: connector / bare client", result["connector_gb_s"] / result["client_gb_s"],
-            RESTORE_RATIO_MIN, detail=f"{result['connector_gb_s']:.2f} of {result['client_gb_s']:.2f} GB/s",
+            RESTORE_RATIO_MIN,
+            detail=f"{result['connector_gb_s']:.2f} of {result['client_gb_s']:.2f} GB/s; "
+            f"{result['connector_cpu_ms']:.1f} of {result['client_cpu_ms']:.1f} ms of CPU",
         )  # fmt: skip
     report.show(as_json=as_json)
 

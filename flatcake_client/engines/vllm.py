@@ -7,12 +7,16 @@ vLLM makes one of these in its scheduler (vllm_scheduler.py: asks, decides) and 
 talk only through the jobs of a step (vllm_jobs.py). Settings and the space are in vllm_settings.py.
 
 - Text never depends on FlatCake: every failure is a miss or a recompute, a count and a log line.
-- The edge where no foreign or own exception gets further is here: `_safely`.
+- The edge where no foreign or own exception gets further is here: `_safely`, around every call but those at the start (the
+  constructor, `register_kv_caches`), where what cannot be right is declined. What stands in for an answer keeps vLLM's books:
+  a load that vLLM waits for is reported, blocks that it keeps for a store are given back.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -60,6 +64,7 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
                 'FlatCake is a cache: set "kv_load_failure_policy": "recompute", so that a failed load is computed'
             )
         client = settings.connect()
+        self._errors: Counter[str] = Counter()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -83,30 +88,45 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._asked.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        _safely(None, lambda: self._asked.arrived(request))
+        self._safely("on_new_request", None, lambda: self._asked.arrived(request))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         miss: tuple[int | None, bool] = (0, False)
-        return _safely(miss, lambda: self._asked.matched(request, num_computed_tokens))
+        matched = lambda: self._asked.matched(request, num_computed_tokens)  # noqa: E731
+        return self._safely("get_num_new_matched_tokens", miss, matched)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        # Not `_safely`: a load that vLLM waits for and nobody does would never end.
-        self._asked.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        block_ids = blocks.get_block_ids()[0]
+
+        def allocated() -> bool:
+            self._asked.allocated(request, block_ids, num_external_tokens)
+            return True
+
+        if not self._safely("update_state_after_alloc", False, allocated):
+            self._asked.lost(request, block_ids, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         names = {"memory": CacheHitSource.HOST, "ssd": CacheHitSource.DISK}
         unknown: dict[str, int] = {}
-        tokens = _safely(unknown, lambda: self._asked.sources(request, num_external_tokens))
+        sources = lambda: self._asked.sources(request, num_external_tokens)  # noqa: E731
+        tokens = self._safely("get_external_cache_hit_sources", unknown, sources)
         return {names[medium]: count for medium, count in tokens.items() if count}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._asked.jobs(scheduler_output)
+        if self._asked.stores_prefills:
+            for request_id in scheduler_output.num_scheduled_tokens:
+                store = partial(self._asked.store_prefill, scheduler_output, request_id)
+                self._safely("build_connector_meta", None, store)
+        jobs = self._asked.jobs(scheduler_output)
+        self._safely("build_connector_meta", None, lambda: self._asked.pause(jobs))
+        return jobs
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        _safely(None, lambda: self._asked.heard(connector_output))
+        self._safely("update_connector_output", None, lambda: self._asked.heard(connector_output))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return _safely(False, lambda: self._asked.ended(request, block_ids)), None
+        self._safely("request_finished", None, lambda: self._asked.ended(request, block_ids))
+        return self._asked.owes(request.request_id), None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -114,11 +134,14 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def has_pending_block_frees(self) -> bool:
-        return self._asked.holds_blocks()
+        return self._safely("has_pending_block_frees", False, self._asked.holds_blocks)
 
     def reset_cache(self) -> bool | None:
-        self._asked.reset()
-        return True
+        def reset() -> bool:
+            self._asked.reset()
+            return True
+
+        return self._safely("reset_cache", False, reset)
 
     # Worker.
 
@@ -126,24 +149,28 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._moved.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        self._moved.unregister()
+        self._safely("unregister_kv_caches", None, self._moved.unregister)
 
     def restore_kv_caches(self) -> None:
-        self._moved.restore()
+        self._safely("restore_kv_caches", None, self._moved.restore)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature
         return True
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._safely("handle_preemptions", None, lambda: self._moved.preempted(_jobs(kv_connector_metadata).preempted))
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        _safely(None, lambda: self._moved.begin(self._jobs))
+        self._safely("bind_connector_metadata", None, lambda: self._moved.begin(self._jobs))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's signature
-        _safely(None, lambda: self._moved.start(self._jobs))
+        self._safely("start_load_kv", None, lambda: self._moved.start(self._jobs))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        _safely(None, lambda: self._moved.wait_layer(layer_name))
+        # Where this fails the layer has not been waited for, and its load fails when the layer is computed.
+        self._safely("wait_for_layer_load", None, lambda: self._moved.wait_layer(layer_name))
 
     def save_kv_layer(
         self,
@@ -152,29 +179,35 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        _safely(None, lambda: self._moved.layer_computed(layer_name))
+        self._safely("save_kv_layer", None, lambda: self._moved.layer_computed(layer_name))
 
     def wait_for_save(self) -> None:
-        _safely(None, self._moved.computed)
+        self._safely("wait_for_save", None, self._moved.computed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        idle = self.has_connector_metadata() and self._jobs.idle
-        sent, received = self._moved.finished(finished_req_ids, idle=idle)
+        def finished() -> tuple[set[str], set[str]]:
+            idle = self.has_connector_metadata() and self._jobs.idle
+            return self._moved.finished(finished_req_ids, idle=idle)
+
+        nothing: tuple[set[str], set[str]] = (set(), set())
+        sent, received = self._safely("get_finished", nothing, finished)
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._moved.failures()
+        failed = self._safely("get_block_ids_with_load_errors", None, self._moved.failures)
+        # When nobody knows which came, none did.
+        return self._moved.all_blocks() if failed is None else failed
 
     # Both.
 
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
             if side is not None:
-                _safely(None, side.close)
+                self._safely("shutdown", None, side.close)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         side = self._scheduler or self._worker
-        return side.tally.take() if side is not None else None
+        return self._safely("get_kv_connector_stats", None, side.tally.take) if side is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -204,18 +237,26 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _jobs(self) -> StepJobs:
-        jobs = self._get_connector_metadata()
-        assert isinstance(jobs, StepJobs)
-        return jobs
+        return _jobs(self._get_connector_metadata())
+
+    def _safely(self, call: str, otherwise: T, act: Callable[[], T]) -> T:
+        """The edge to the engine: what goes wrong with a cache is no reason to stop."""
+        try:
+            return act()
+        except Exception as error:
+            self._errors[call] += 1
+            count = self._errors[call]
+            side = self._scheduler or self._worker
+            if side is not None:
+                side.tally.add("errors")
+            if count & (count - 1) == 0:  # one that fails for each layer of each step does not fill the log
+                log.warning("FlatCake failed in %s, time %d: a miss: %r", call, count, error, exc_info=count == 1)
+            return otherwise
 
 
-def _safely(otherwise: T, act: Callable[[], T]) -> T:
-    """The edge to the engine: what goes wrong with a cache is no reason to stop."""
-    try:
-        return act()
-    except Exception:
-        log.exception("FlatCake failed inside vLLM; the request is computed")
-        return otherwise
+def _jobs(metadata: KVConnectorMetadata) -> StepJobs:
+    assert isinstance(metadata, StepJobs)
+    return metadata
 
 
 def _warn_of_random_hashes(config: VllmConfig) -> None:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring blocks `first_block .. len(hashes)` into `block_ids`. `inside`: in this step, layer by layer."""
+    """Bring blocks `first_block .. len(hashes)` into `block_ids`. `inside`: in this step, layer by layer.
+
+    Without hashes: nothing is to be brought, and vLLM is to be told that it did not come.
+    """
 
     request_id: str
     hashes: tuple[bytes, ...]
@@ -67,6 +70,7 @@ COUNTERS: Final = {
     "stored_blocks": "Blocks stored, of each worker.",
     "stores_dropped": "Turns not stored because too many waited, or too many of vLLM's blocks were held.",
     "stores_failed": "Turns not stored because the daemon refused or a write failed.",
+    "errors": "Calls of vLLM that failed inside FlatCake: bugs, each of them a miss.",
 }
 
 

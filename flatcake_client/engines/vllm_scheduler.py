@@ -25,7 +25,7 @@ from flatcake_client import Client, Hit, Space
 from flatcake_client.background import Lookups
 from flatcake_client.conversations import Conversations
 from flatcake_client.engines.vllm_jobs import Load, StepJobs, Store, Tally
-from flatcake_client.engines.vllm_settings import Geometry, Settings
+from flatcake_client.engines.vllm_settings import Adapters, Geometry, Settings
 from flatcake_client.paged_kv import TurnFacts
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ class SchedulerSide:
         self._client, self._space, self._settings = client, space, settings
         self._block_tokens = shape.block_tokens
         self._loads_on, self._stores_on = loads, stores
+        self.stores_prefills = stores and settings.store_at == "prefill"
         self._lookups: Lookups[str, Hit] = Lookups(Hit.release)
         self._conversations = Conversations()
         self._known: dict[str, _Known] = {}
-        self._cancelled: dict[str, Hit | None] = {}  # ended while their load ran
         self._loads: list[Load] = []
         self._stores: list[Store] = []
         self._storing: dict[str, tuple[float, int]] = {}  # since when, and how many blocks it holds
@@ -82,6 +82,7 @@ class SchedulerSide:
         self._held_blocks = 0
         self._held_blocks_max = max(1, int(shape.blocks * settings.store_blocks_share))
         self._epoch = b""
+        self._adapters = Adapters()
         self._pool: Any = None
         self.tally = Tally()
 
@@ -120,7 +121,10 @@ class SchedulerSide:
         return tokens, not known.inside
 
     def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
-        """VLLM has slots for the request; when it was offered tokens and takes them, they are loaded."""
+        """VLLM has slots for the request; when it was offered tokens and takes them, they are loaded.
+
+        If this fails call `lost`: vLLM waits for a load from here on.
+        """
         known = self._of(request)
         known.started = True
         if not external_tokens or known.tried:
@@ -144,6 +148,16 @@ class SchedulerSide:
         self.tally.add("loads")
         self.tally.add("hit_tokens", external_tokens)
 
+    def lost(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The workers are to say that nothing of a load came."""
+        if external_tokens and not any(load.request_id == request.request_id for load in self._loads):
+            known = self._known[request.request_id]  # it was offered tokens
+            known.tried = True
+            first = known.offered[0] // self._block_tokens
+            end = first + external_tokens // self._block_tokens
+            blocks = tuple(block_ids[first:end])
+            self._loads.append(Load(request.request_id, (), b"", first, blocks, 0, known.inside))
+
     def sources(self, request: Request, external_tokens: int) -> dict[str, int]:
         """Of the tokens to be loaded, how many lie in "memory" and on "ssd"."""
         known = self._known.get(request.request_id)
@@ -155,39 +169,43 @@ class SchedulerSide:
         return {"memory": memory, "ssd": external_tokens - memory}
 
     def jobs(self, output: SchedulerOutput) -> StepJobs:
-        """Of this step. When nothing is computed and an answer is out, a moment is left to the threads."""
-        if self._settings.store_at == "prefill" and self._stores_on:
-            self._store_prefills(output)
+        """Of this step. What vLLM waits for is among them, so nothing here may fail."""
         loads, self._loads = tuple(self._loads), []
         stores, self._stores = tuple(self._stores), []
         idle = output.total_num_scheduled_tokens == 0
-        if idle and not loads and not stores and self._lookups.waiting():
-            time.sleep(IDLE_S)
         return StepJobs(loads, stores, frozenset(output.preempted_req_ids or ()), idle)
+
+    def pause(self, jobs: StepJobs) -> None:
+        """When nothing is computed and an answer is out, a moment is left to the threads."""
+        if jobs.idle and not jobs.loads and not jobs.stores and self._lookups.waiting():
+            time.sleep(IDLE_S)
 
     def heard(self, output: KVConnectorOutput) -> None:
         """From the workers: loads that ended, well or not, and stores that hold no blocks any more."""
-        for request_id in output.finished_recving or ():
-            known = self._known.get(request_id)
-            hit = self._cancelled.pop(request_id, None)
-            if known is not None:
-                hit, known.hit = known.hit, None
-            self._lookups.discard(hit)
         for request_id in output.finished_sending or ():
             self._let_go(request_id)
+        for request_id in output.finished_recving or ():
+            known = self._known.get(request_id)
+            if known is not None:
+                hit, known.hit = known.hit, None
+                self._lookups.discard(hit)
 
-    def ended(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """The request is over. True: its blocks are stored first."""
+    def ended(self, request: Request, block_ids: Sequence[int]) -> None:
+        """The request is over; what is new of its context is stored. Then `owes` says whether its blocks are held."""
         known = self._known.pop(request.request_id, None)
         self._lookups.cancel(request.request_id)
-        if known is not None and known.hit is not None and not known.inside:
-            # vLLM keeps the blocks until the workers say that the load has ended.
-            self._cancelled[request.request_id] = known.hit
-        elif known is not None:
-            self._lookups.discard(known.hit)
-            if self._stores_on and request.status != RequestStatus.FINISHED_ERROR:
-                self._store_turn(request, known, block_ids)
-        return request.request_id in self._owed
+        if known is None:
+            return
+        if known.admission != request.num_preemptions:
+            self._owed.discard(request.request_id)
+        # Of a load under way the workers have a lease of their own, and they end it.
+        self._lookups.discard(known.hit)
+        if self._stores_on and request.status != RequestStatus.FINISHED_ERROR:
+            self._store_turn(request, known, block_ids)
+
+    def owes(self, request_id: str) -> bool:
+        """Whether the workers will report a store of this request, so that vLLM keeps its blocks till then."""
+        return request_id in self._owed
 
     def holds_blocks(self) -> bool:
         """Whether a store will give blocks back in a moment: vLLM waits for that rather than preempt."""
@@ -215,6 +233,7 @@ class SchedulerSide:
         elif known.admission != request.num_preemptions:
             self._lookups.cancel(request.request_id)
             self._lookups.discard(known.hit)
+            self._owed.discard(request.request_id)  # the workers have let go of what it had before
             known = _Known(request, self._salt(request), admission=request.num_preemptions)
         else:
             return known
@@ -223,8 +242,7 @@ class SchedulerSide:
 
     def _salt(self, request: Request) -> bytes:
         """VLLM's hashes have an adapter's name; what that name stands for may differ from one start to the next."""
-        lora = request.lora_request
-        return self._epoch + (b"" if lora is None else f"lora {lora.lora_name} {lora.lora_path}".encode())
+        return self._epoch + self._adapters.salt(request.lora_request)
 
     def _ask(self, request: Request, known: _Known) -> None:
         blocks = (request.num_tokens - 1) // self._block_tokens
@@ -260,9 +278,10 @@ class SchedulerSide:
         hashes = request.block_hashes[:blocks]
         session = _session(request)
         past = self._conversations.past(session, hashes)
-        self._conversations.turned(session, hashes, past, request.num_output_tokens)
+        if request.num_output_tokens:
+            self._conversations.turned(session, hashes, past, request.num_output_tokens)
         if blocks <= max(known.loaded_blocks, known.stored_blocks):
-            return  # nothing new
+            return  # nothing new; so it is, too, with a load that has not ended
         shares = self._share_counts(block_ids[:blocks])
         facts = TurnFacts(session, request.num_tokens, past.reply_tokens, past.turns + 1, shares)
         self._store(Store(request.request_id, tuple(hashes), known.salt, tuple(block_ids[:blocks]), facts))
@@ -294,25 +313,24 @@ class SchedulerSide:
                 break
         return tuple(counts) if counts and counts[0] > 1 else None
 
-    def _store_prefills(self, output: SchedulerOutput) -> None:
-        """Prompts whose last block is computed in this step; the workers write each layer when it is."""
-        state = output.kv_connector_block_state
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            known = self._known.get(request_id)
-            if known is None or known.stored_blocks or state is None:
-                continue
-            request = known.request
-            blocks = request.num_prompt_tokens // self._block_tokens
-            if request.num_computed_tokens + tokens < request.num_prompt_tokens or blocks <= known.loaded_blocks:
-                continue
-            ids = state.resolve_block_ids(request_id)[0][:blocks]
-            hashes, session = request.block_hashes[:blocks], _session(request)
-            past = self._conversations.past(session, hashes)
-            shares = self._share_counts(ids)
-            facts = TurnFacts(session, request.num_prompt_tokens, past.reply_tokens, past.turns + 1, shares)
-            self._stores.append(Store(request_id, tuple(hashes), known.salt, tuple(ids), facts, prefill=True))
-            self._owed.add(request_id)
-            known.stored_blocks = blocks
+    def store_prefill(self, output: SchedulerOutput, request_id: str) -> None:
+        """A prompt whose last block is computed in this step; the workers write each layer when it is."""
+        known, state = self._known.get(request_id), output.kv_connector_block_state
+        if known is None or known.stored_blocks or state is None:
+            return
+        request = known.request
+        blocks = request.num_prompt_tokens // self._block_tokens
+        computed_tokens = request.num_computed_tokens + output.num_scheduled_tokens[request_id]
+        if computed_tokens < request.num_prompt_tokens or blocks <= known.loaded_blocks:
+            return
+        ids = state.resolve_block_ids(request_id)[0][:blocks]
+        hashes, session = request.block_hashes[:blocks], _session(request)
+        past = self._conversations.past(session, hashes)
+        shares = self._share_counts(ids)
+        facts = TurnFacts(session, request.num_prompt_tokens, past.reply_tokens, past.turns + 1, shares)
+        self._stores.append(Store(request_id, tuple(hashes), known.salt, tuple(ids), facts, prefill=True))
+        self._owed.add(request_id)
+        known.stored_blocks = blocks
 
 
 def _session(request: Request) -> str | None:

@@ -1,8 +1,9 @@
 """What the connector is told by `kv_connector_extra_config`, and the space that a vLLM engine's KV belongs to.
 
 The space names everything that decides what a block's bytes mean: model configuration, a digest of the weights, dtypes,
-parallel sizes, vLLM's version and its KV layout, the device. Any difference is a miss. LoRA, images, prompt embeddings and
-cache salts are in vLLM's block hashes, from which the keys are made.
+parallel sizes, vLLM's version and its KV layout, the device. Any difference is a miss. Names and paths of LoRA adapters, images,
+prompt embeddings and cache salts are in vLLM's block hashes, from which the keys are made; what an adapter's files hold is not,
+so a digest of it goes into the keys' salt.
 
 What cannot be stored right is declined when the engine starts, with what to do about it.
 """
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import vllm
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
@@ -26,6 +28,7 @@ import flatcake_client as fc
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # What a configuration says of its file and not of the model.
@@ -33,6 +36,12 @@ CONFIG_NOISE: Final = ("_name_or_path", "architectures", "transformers_version",
 WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SAMPLES_PER_FILE: Final = 64
 SAMPLE_BYTES: Final = 4096
+INSTEAD: Final = (
+    "A model with sliding windows runs with --disable-hybrid-kv-cache-manager, which makes them full and of one kind; one with "
+    "Mamba layers cannot be stored: run it without kv_connector"
+)
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTERS_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +118,7 @@ def geometry(config: VllmConfig, kv: KVCacheConfig) -> Geometry:
     if len(groups) != 1:
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
         raise ValueError(
-            f"FlatCake stores models with one kind of KV, and this one has {len(groups)} groups ({kinds}). If it is one with "
-            "sliding windows, --disable-hybrid-kv-cache-manager makes them full and one group; a model with Mamba layers "
-            "cannot be stored: run it without kv_connector"
+            f"FlatCake stores models with one kind of KV, and this one has {len(groups)} ({kinds}). {INSTEAD}"
         )
     group = groups[0]
     specs = group.kv_cache_spec
@@ -119,26 +126,46 @@ def geometry(config: VllmConfig, kv: KVCacheConfig) -> Geometry:
     for spec in each:
         # Their subclasses drop or share blocks in ways of their own.
         if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+            raise ValueError(f"FlatCake does not store {type(spec).__name__}. {INSTEAD}")
+        if spec.non_causal:
             raise ValueError(
-                f"FlatCake does not store {type(spec).__name__}: blocks that leave a window are not kept. "
-                "--disable-hybrid-kv-cache-manager makes sliding windows full; otherwise run it without kv_connector"
+                "FlatCake does not store KV that depends on later tokens: run this model without kv_connector"
             )
         if spec.page_size_bytes != each[0].page_size_bytes or spec.block_size != each[0].block_size:
             raise ValueError("FlatCake needs layers of one size, and this model's differ: run it without kv_connector")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("FlatCake does not store context-parallel KV: set the context parallel sizes to 1")
-    layers = config.model_config.get_total_num_hidden_layers()
-    stages = parallel.pipeline_parallel_size
-    if stages > 1 and layers % stages:
-        raise ValueError(f"FlatCake needs as many layers in each pipeline stage: {layers} do not divide by {stages}")
-    hashed = getattr(kv, "hash_block_size", None) or each[0].block_size
+    stages = _layers_of_stages(config)
+    if len(set(stages)) > 1:
+        raise ValueError(f"FlatCake needs as many layers in each pipeline stage, and these have {stages}")
+    hashed = getattr(kv, "hash_block_size", None) or config.cache_config.block_size
     if hashed != each[0].block_size:
         raise ValueError(
             f"prefix cache blocks of {hashed} tokens and KV blocks of {each[0].block_size}: make them equal"
         )
+    _check_images(config)
     names = tuple(sorted(group.layer_names, key=_natural))
-    shards = parallel.tensor_parallel_size * stages
+    shards = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     return Geometry(names, each[0].block_size, each[0].page_size_bytes, shards, kv.num_blocks)
+
+
+def _layers_of_stages(config: VllmConfig) -> list[int]:
+    """Of each pipeline stage, as vLLM divides them, `VLLM_PP_LAYER_PARTITION` included."""
+    stages = config.parallel_config.pipeline_parallel_size
+    layers = config.model_config.get_total_num_hidden_layers()
+    bounds = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
+    return [end - start for start, end in bounds]
+
+
+def _check_images(config: VllmConfig) -> None:
+    """Raises: ValueError: an image's name in the block hashes would be its request's, and not its content's."""
+    multimodal = getattr(config.model_config, "multimodal_config", None)
+    if multimodal is None or multimodal.mm_processor_cache_gb or config.cache_config.enable_prefix_caching:
+        return
+    raise ValueError(
+        "with mm_processor_cache_gb 0 and no prefix caching vLLM names images by their requests, so that one would be taken for "
+        "another: turn either of them on"
+    )
 
 
 def open_space(client: fc.Client, config: VllmConfig, kv: KVCacheConfig, settings: Settings, shard: int) -> fc.Space:
@@ -200,24 +227,75 @@ def _weights_digest(config: VllmConfig) -> str:
     if folder is None or load.load_format == "dummy":
         digest.update(str(model.model).encode())
         return digest.hexdigest()[:32]
-    for pattern in WEIGHT_FILES:
-        for path in sorted(folder.glob(pattern)):
-            with path.open("rb") as file:
-                size_bytes = os.fstat(file.fileno()).st_size
-                digest.update(f"{path.name} {size_bytes}".encode())
-                for number in range(SAMPLES_PER_FILE):
-                    offset = max(0, size_bytes - SAMPLE_BYTES) * number // (SAMPLES_PER_FILE - 1)
-                    digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+    _sample_weights(digest, folder)
     return digest.hexdigest()[:32]
 
 
-def _folder(model: str, revision: str | None) -> Path | None:
-    """Where the weights lie: the path, or the hub's snapshot on this disk."""
+class Adapters:
+    """Digests of LoRA adapters, each taken when its first request comes: vLLM loads it then, and keeps what it loaded.
+
+    Under the same number it is loaded again only if a request says `load_inplace`.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, str], tuple[object, str]] = {}
+
+    def salt(self, adapter: LoRARequest | None) -> bytes:
+        if adapter is None:
+            return b""
+        key = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+        known = self._known.get(key)
+        if known is None or adapter.load_inplace:
+            folder = _folder(str(Path(adapter.lora_path).expanduser()), None, ADAPTER_CONFIG)
+            stamp = _stamp(folder)
+            if known is None or known[0] != stamp:
+                if len(self._known) >= ADAPTERS_MAX:
+                    self._known.clear()
+                known = self._known[key] = (stamp, _adapter_digest(folder))
+        return f"lora {adapter.lora_name} {adapter.lora_path} {known[1]}".encode()
+
+
+def _stamp(folder: Path | None) -> object:
+    """Changes whenever a file does, and costs microseconds."""
+    if folder is None:
+        return None
+    return sorted((entry.name, entry.stat().st_mtime_ns, entry.stat().st_size) for entry in os.scandir(folder))
+
+
+def _adapter_digest(folder: Path | None) -> str:
+    """A millisecond or two. What cannot be read here differs in every process: it is stored, and never found by another."""
+    digest = hashlib.sha256()
+    if folder is None or not (folder / ADAPTER_CONFIG).is_file() or not _sample_weights(digest, folder):
+        digest.update(os.urandom(16))
+    else:
+        digest.update((folder / ADAPTER_CONFIG).read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _sample_weights(digest: hashlib._Hash, folder: Path) -> int:
+    """Samples of the weight files of a folder. Returns: how many files there are."""
+    paths = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
+    for path in paths:
+        with path.open("rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {size_bytes}".encode())
+            for number in range(SAMPLES_PER_FILE):
+                offset = max(0, size_bytes - SAMPLE_BYTES) * number // (SAMPLES_PER_FILE - 1)
+                digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+    return len(paths)
+
+
+def _folder(model: str, revision: str | None, file: str = "config.json") -> Path | None:
+    """Where the weights lie: the path, or the hub's snapshot on this disk. `file`: one that it has."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    try:
+        config = try_to_load_from_cache(model, file, revision=revision)
+    except HFValidationError:  # a path, then, where nothing is
+        return None
     return Path(config).parent if isinstance(config, str) else None
 
 

@@ -140,11 +140,16 @@ class WorkerSide:
         """The memory is there again, at its addresses, with other bytes: vLLM has forgotten what was in it."""
         self._kv = self._registered
 
+    def preempted(self, request_ids: frozenset[str]) -> None:
+        """Before anything of a step: blocks of these requests are about to be overwritten. What was stored of them is not reported."""
+        self._owed -= request_ids
+        self._give_up(request_ids)
+
     def begin(self, jobs: StepJobs) -> None:
         """Before the step is computed: stores that go along with it."""
         self._step += 1
-        self._give_up(jobs.preempted)
         self._prefills = [job for job in jobs.stores if job.prefill]
+        self._owed.update(job.request_id for job in self._prefills)
         if self._prefills:
             self._layers = Layers(len(self._shape.names), self._device)
         for job in self._prefills:
@@ -152,23 +157,24 @@ class WorkerSide:
 
     def start(self, jobs: StepJobs) -> None:
         """Loads, and stores of what was computed before this step, or in it by now."""
-        fence = Fence(self._device)
+        finished = [job for job in jobs.stores if not job.prefill]
+        self._owed.update(job.request_id for job in finished)
+        fence: Fence | None = None
         for load in jobs.loads:
+            begun = False
             try:
-                if load.inside:
-                    self._begin_inside(load)
-                    continue
-                begun = self._restores.submit(load.request_id, load.ssd_bytes, partial(self._load, load, fence))
-            except Exception:
-                log.exception("FlatCake could not begin a load; the request is computed")
-                begun = False
+                fence = fence or Fence(self._device)
+                begun = bool(load.hashes) and self._begin_load(load, fence)
+            except Exception as error:  # noqa: BLE001 - each load is reported, whatever became of the others
+                self.tally.add("errors")
+                log.warning("FlatCake could not begin a load, its blocks are computed: %r", error)
             if not begun:
                 self._fail(load, load.first_block)
                 if not load.inside:
                     self._over.append(load.request_id)
-        for job in jobs.stores:
-            if not job.prefill:
-                self._submit(job, partial(_ready_after, fence))
+        for job in finished:
+            fence = fence or Fence(self._device)
+            self._submit(job, partial(_ready_after, fence))
 
     def layer_computed(self, name: str) -> None:
         layer = self._layer_of.get(name)
@@ -216,6 +222,9 @@ class WorkerSide:
             self._owed -= sent
         return sent, received
 
+    def all_blocks(self) -> set[int]:
+        return set(range(self._shape.blocks))
+
     def failures(self) -> set[int]:
         """Blocks that did not come, since the last call."""
         with self._lock:
@@ -248,8 +257,8 @@ class WorkerSide:
             if cancelled():
                 self.tally.add("loads_cancelled")
             else:
-                self.tally.add("loaded_blocks", usable - job.first_block)
                 self._fail(job, usable)
+                self.tally.add("loaded_blocks", usable - job.first_block)
 
     def _store(self, job: Store, ready: Callable[[int, float], bool], closed: list[bool]) -> None:
         timeout_s = self._settings.store_timeout_s
@@ -307,7 +316,6 @@ class WorkerSide:
     # In the worker's thread.
 
     def _submit(self, job: Store, ready: Callable[[int, float], bool]) -> None:
-        self._owed.add(job.request_id)
         self._suspect = {block: step for block, step in self._suspect.items() if self._step - step < SUSPECT_STEPS}
         if self._suspect and not self._suspect.keys().isdisjoint(job.block_ids):
             self.tally.add("stores_dropped")
@@ -315,9 +323,13 @@ class WorkerSide:
         with self._lock:
             self._open[job.request_id] += 1
         closed: list[bool] = []
-        if not self._crew.submit(partial(self._store, job, ready, closed)):
-            self.tally.add("stores_dropped")
-            self._free(job, closed)
+        taken = False
+        try:
+            taken = self._crew.submit(partial(self._store, job, ready, closed))
+        finally:
+            if not taken:
+                self.tally.add("stores_dropped")
+                self._free(job, closed)
 
     def _give_up(self, request_ids: set[str] | frozenset[str]) -> None:
         """Their blocks are taken away: stores of them end, and what is already on its way is waited for."""
@@ -337,22 +349,24 @@ class WorkerSide:
                 inside.restore.close()
                 inside.restore = None
 
-    def _begin_inside(self, job: Load) -> None:
+    def _begin_load(self, job: Load, fence: Fence) -> bool:
+        if not job.inside:
+            return self._restores.submit(job.request_id, job.ssd_bytes, partial(self._load, job, fence))
         kv = self._kv
         hit = self._space.lookup(self._keys(job.hashes, job.salt))
-        if kv is None or hit.blocks <= job.first_block:
-            self._fail(job, job.first_block)
-            hit.release()
-            return
-        if hit.blocks < len(job.hashes):
-            self._fail(job, hit.blocks)
-        slots = np.array((0,) * job.first_block + job.block_ids, np.int64)[: hit.blocks]
         try:
+            if kv is None or hit.blocks <= job.first_block:
+                hit.release()
+                return False
+            slots = np.array((0,) * job.first_block + job.block_ids, np.int64)[: hit.blocks]
             restore = hit.restore(kv.pages, slots, first_block=job.first_block, timeout_s=self._settings.load_timeout_s)
         except BaseException:
             hit.release()
             raise
+        if hit.blocks < len(job.hashes):
+            self._fail(job, hit.blocks)
         self._inside.append(_Inside(job, hit, restore))
+        return True
 
 
 def by_block(cache: torch.Tensor, shape: Geometry) -> torch.Tensor:

@@ -36,12 +36,15 @@ def configuration(endpoint: str, shape: Any) -> Any:
     )
     model = SimpleNamespace(
         model=shape.model, dtype=getattr(torch, shape.dtype), quantization=None, revision=None, seed=0,
-        hf_config=SimpleNamespace(to_dict=dict), get_total_num_hidden_layers=lambda: shape.layers,
+        hf_config=SimpleNamespace(to_dict=dict), multimodal_config=None, get_total_num_hidden_layers=lambda: shape.layers,
     )  # fmt: skip
     return SimpleNamespace(
         kv_transfer_config=transfer,
         model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor"),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor", block_size=shape.block_tokens,
+            enable_prefix_caching=True,
+        ),
         load_config=SimpleNamespace(load_format="auto"),
         parallel_config=SimpleNamespace(
             rank=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1,
@@ -77,6 +80,7 @@ class VllmHarness:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._rng = np.random.default_rng(0)
+        self.extra: dict[str, Any] = {}  # of every request: images, a salt, an adapter
 
     def store(self, tokens: np.ndarray, kv: list[np.ndarray]) -> bool:
         with self._lock:
@@ -135,7 +139,8 @@ class VllmHarness:
 
     def _request(self, tokens: np.ndarray) -> tuple[Request, list[int]]:
         sampling = SamplingParams(max_tokens=2)
-        request = Request(str(next(self._numbers)), tokens.tolist(), sampling, None, block_hasher=self._hasher)
+        name = str(next(self._numbers))
+        request = Request(name, tokens.tolist(), sampling, None, block_hasher=self._hasher, **self.extra)
         self.scheduler.on_new_request(request)
         free = self._rng.permutation(np.arange(1, BLOCKS))
         return request, free[: len(tokens) // self.block_tokens].tolist()
@@ -177,7 +182,9 @@ class VllmHarness:
             preempted_req_ids=set(),
             kv_connector_block_state=None,
         )
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
+        jobs = self.scheduler.build_connector_meta(output)
+        self.worker.handle_preemptions(jobs)
+        self.worker.bind_connector_metadata(jobs)
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         sent, received = self.worker.get_finished(ended)

@@ -10,8 +10,9 @@ import torch
 from conformance.connectors import Shape, check_connector
 from engines.vllm.harness import VllmHarness, cache_configuration, configuration
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
+from flatcake_client.engines import vllm_settings
 from flatcake_client.engines.vllm import FlatCakeConnector
 from flatcake_client.engines.vllm_jobs import COUNTERS, FlatCakePromMetrics, FlatCakeStats
 from flatcake_client.engines.vllm_settings import Settings, _config_digest, geometry, shard_of
@@ -37,14 +38,32 @@ def test_what_is_not_stored_is_declined_with_what_to_do():
         geometry(config, cache_configuration(shape, mamba))
     hybrid = cache_configuration(shape)
     hybrid.kv_cache_groups.append(KVCacheGroupSpec(["w"], window()))
-    with pytest.raises(ValueError, match=r"2 groups \(FullAttentionSpec, SlidingWindowSpec\)"):
+    with pytest.raises(ValueError, match=r"has 2 \(FullAttentionSpec, SlidingWindowSpec\)"):
         geometry(config, hybrid)
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(ValueError, match="context parallel"):
         geometry(config, cache_configuration(shape))
 
 
-def test_ranks_are_shards():
+def test_what_would_be_found_by_others_is_declined():
+    shape = Shape()
+    config = configuration("unix:///nowhere", shape)
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=0)
+    assert geometry(config, cache_configuration(shape))
+    config.cache_config.enable_prefix_caching = False
+    with pytest.raises(ValueError, match="vLLM names images by their requests"):
+        geometry(config, cache_configuration(shape))
+    config.model_config.multimodal_config.mm_processor_cache_gb = 4
+    assert geometry(config, cache_configuration(shape))
+    prefix = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, non_causal=True)
+    with pytest.raises(ValueError, match="depends on later tokens"):
+        geometry(config, cache_configuration(shape, prefix))
+    config.cache_config.block_size = 32
+    with pytest.raises(ValueError, match="32 tokens and KV blocks of 16"):
+        geometry(config, cache_configuration(shape))
+
+
+def test_ranks_are_shards(monkeypatch):
     shape = Shape(layers=4)
     config = configuration("unix:///nowhere", shape)
     config.parallel_config.tensor_parallel_size = config.parallel_config.pipeline_parallel_size = 2
@@ -52,8 +71,8 @@ def test_ranks_are_shards():
     assert (found.shards, len(found.names)) == (4, 2)
     config.parallel_config.rank = 3
     assert shard_of(config) == 3
-    config.model_config.get_total_num_hidden_layers = lambda: 5
-    with pytest.raises(ValueError, match="5 do not divide by 2"):
+    monkeypatch.setattr(vllm_settings, "get_pp_indices", lambda _layers, stage, _: ((0, 1), (1, 4))[stage])
+    with pytest.raises(ValueError, match=r"as many layers in each pipeline stage, and these have \[1, 3\]"):
         geometry(config, cache_configuration(Shape(layers=2)))
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from daemon import Daemon
-from engines.vllm.running import BLOCK, Engine, prompt
+from engines.vllm.running import BLOCK, Engine, Held, prompt
+from vllm import SamplingParams
+
+from flatcake_client import Hit
 
 
 @pytest.mark.parametrize("extra", [{"layerwise": True}, {"store_at": "prefill"}], ids=["layerwise", "prefill"])
@@ -52,6 +56,7 @@ def test_across_restarts_of_engine_and_daemon(model, expected, tmp_path):
 
 PROCESSES = """
 import sys
+import time
 from pathlib import Path
 from engines.vllm.running import Engine, prompt, Witness
 def main():
@@ -104,6 +109,46 @@ def test_preempted_requests(model, expected, tmp_path):
         assert preempted
         assert engine.counts()["loads"] >= 5
         node.check()
+
+
+@pytest.mark.parametrize("moment", ["preempted", "loading", "ended"])
+def test_a_request_that_was_stored_preempted_and_loaded_again(model, expected, tmp_path, monkeypatch, moment):
+    """Its prompt is stored beside its prefill. vLLM hears of each request once, or it stops: of the load, or of the store."""
+    ids = prompt(320, 6 * BLOCK + 9)
+    extra = {"store_at": "prefill"}
+    with Daemon(tmp_path, ssd_paths="") as node, Engine(model, node.endpoint, extra=extra) as engine:
+        sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
+        vllm = engine.llm.llm_engine
+        vllm.add_request("one", {"prompt_token_ids": ids}, sampling)
+        deadline_s = time.monotonic() + 20
+        while not engine.worker.tally.totals["stores"]:
+            assert time.monotonic() < deadline_s
+            vllm.step()
+        call = Held(monkeypatch, Hit, "restore")
+        assert engine.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        if moment == "preempted":
+            vllm.abort_request(["one"])
+        while moment != "preempted" and not call.reached.is_set():
+            assert time.monotonic() < deadline_s
+            vllm.step()
+        if moment == "loading":
+            vllm.abort_request(["one"])
+        for _ in range(3):
+            vllm.step()
+        call.open.set()
+        replies = []
+        while engine.core.scheduler.has_requests():
+            assert time.monotonic() < deadline_s, "vLLM waits for a report that does not come"
+            replies += [output for output in vllm.step() if output.finished]
+        if moment == "ended":
+            assert [list(output.outputs[0].token_ids) for output in replies] == [expected(ids, 12)]
+        monkeypatch.undo()
+        engine.drain()
+        assert not engine.scheduler._owed
+        assert not engine.worker._owed
+        pool = engine.core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert engine.ask(ids) == [expected(ids)]
 
 
 @pytest.mark.timeout(300)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 
 import pytest
-from engines.vllm.running import BLOCK, prompt
+from engines.vllm.running import BLOCK, Held, prompt
 from vllm import SamplingParams
 
 from flatcake_client import Hit, Restore, Space, Turn
@@ -143,21 +142,6 @@ def test_a_daemon_that_hangs(engine, expected, stored, monkeypatch, node, moment
     finally:
         monkeypatch.undo()
         node.signal(signal.SIGCONT)
-
-
-class Held:
-    """A call that waits until it is let go."""
-
-    def __init__(self, monkeypatch, owner, verb) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-        real = getattr(owner, verb)
-
-        def held(*rest, **more):
-            self.reached.set()
-            assert self.open.wait(30)
-            return real(*rest, **more)
-
-        monkeypatch.setattr(owner, verb, held)
 
 
 @pytest.mark.parametrize(
