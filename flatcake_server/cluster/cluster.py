@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 JOIN_TRIES: Final = 3  # at the start: take the number, or ask who has it and take it over
 SWEEP_S: Final = 1.0
+LIST_TTLS: Final = 10  # a list that changed comes by itself; this often also one that seems not to have
 DEAD_TTLS: Final = 2  # a node that is in no list for so many node_ttl is swept from the directory
 DIRECTORY_CALLS: Final = ("beat", "tell", "probe", "audit", "sweep")
 EAGER_LINKS_MAX: Final = 32  # in a small cluster everybody is linked before the first lookup needs it
@@ -213,7 +214,7 @@ class Cluster:
 
     async def _beat(self) -> None:
         membership, asked_s = self.membership, self._now_s()
-        listing = asked_s >= self._listed_s + membership.ttl_s
+        listing = asked_s >= self._listed_s + LIST_TTLS * membership.ttl_s
         self.counts["directory/beat"] += 1
         try:
             beat = await self.directory.beat(membership.me, membership.ttl_s, membership.takeover, members=listing)

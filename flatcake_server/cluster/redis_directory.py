@@ -1,8 +1,8 @@
 """The directory in Redis or Valkey, also in Cluster mode; the operator runs it.
 
-    fc:{<cluster>}:n:<id>     a member: its incarnation and record; lives for the ttl of the membership
-    fc:{<cluster>}:ids        the ids that had a member
-    fc:{<cluster>}:v          counts joins and leaves, so that an unchanged list is not sent at each beat
+    fc:{<cluster>}:members    a hash: id -> incarnation and record
+    fc:{<cluster>}:until      a sorted set: when each id is free again, by the server's clock
+    fc:{<cluster>}:version    counts who came and went, also by that clock: an unchanged list is not sent
     fc:<cluster>:b:<bucket>   a sorted set: entries of the anchors that fall into this bucket, see `_Place`
 
 The first three share a slot, so a beat is one script, atomic on one server. Buckets are spread over the cluster and go in
@@ -33,10 +33,17 @@ from flatcake_transport.errors import Unavailable
 
 CONNECTIONS_MAX: Final = 64
 
-# KEYS: ids, version, the member. ARGV: incarnation, takeover, record, ttl in ms, id, version known, prefix of members.
+# KEYS: members, until, version. ARGV: incarnation, takeover, record, ttl in ms, id, version known.
 # Replies: verdict (0 renewed, 1 fresh, 2 taken), the holder's record, version, and the records of all unless unchanged.
 _BEAT: Final = """
-local held = redis.call('GET', KEYS[3])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do
+  redis.call('HDEL', KEYS[1], id)
+  redis.call('ZREM', KEYS[2], id)
+  redis.call('INCR', KEYS[3])
+end
+local held = redis.call('HGET', KEYS[1], ARGV[5])
 local holder = held and string.sub(held, 1, 16) or ''
 local verdict = 0
 if held and holder ~= ARGV[1] and holder ~= ARGV[2] then
@@ -44,27 +51,25 @@ if held and holder ~= ARGV[1] and holder ~= ARGV[2] then
 else
   if holder ~= ARGV[1] then
     verdict = 1
-    redis.call('SADD', KEYS[1], ARGV[5])
-    redis.call('INCR', KEYS[2])
+    redis.call('INCR', KEYS[3])
   end
-  redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
+  redis.call('HSET', KEYS[1], ARGV[5], ARGV[3])
+  redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[5])
+  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[4] * 10) end
 end
-local version = redis.call('GET', KEYS[2]) or '0'
+local version = redis.call('GET', KEYS[3]) or '0'
 local reply = {verdict, held or '', version}
 if version ~= ARGV[6] then
-  for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-    local record = redis.call('GET', ARGV[7] .. id)
-    if record then table.insert(reply, record) else redis.call('SREM', KEYS[1], id) end
-  end
+  for _, record in ipairs(redis.call('HVALS', KEYS[1])) do table.insert(reply, record) end
 end
 return reply
 """
 _LEAVE: Final = """
-local held = redis.call('GET', KEYS[3])
+local held = redis.call('HGET', KEYS[1], ARGV[2])
 if held and string.sub(held, 1, 16) == ARGV[1] then
-  redis.call('DEL', KEYS[3])
-  redis.call('SREM', KEYS[1], ARGV[2])
-  redis.call('INCR', KEYS[2])
+  redis.call('HDEL', KEYS[1], ARGV[2])
+  redis.call('ZREM', KEYS[2], ARGV[2])
+  redis.call('INCR', KEYS[3])
 end
 return 0
 """
@@ -104,17 +109,14 @@ class RedisDirectory:
         self._urls = [word.strip() for word in url.split(",") if word.strip()]
         self._timeout_s = timeout_s
         self._buckets = buckets
-        self._tagged = f"fc:{{{cluster}}}:"
+        self._membership = [f"fc:{{{cluster}}}:{name}" for name in ("members", "until", "version")]
         self._bucket = f"fc:{cluster}:b:"
         self._version = b""
         self._client: Any = None  # redis.Redis or redis.RedisCluster: their types do not meet
 
     async def beat(self, me: Member, ttl_s: float, takeover: bytes, *, members: bool) -> Beat:
         known = b"" if members else self._version
-        arguments = [
-            *self._member_keys(me), me.incarnation, takeover, me.encode(), int(ttl_s * 1000), me.node_id, known,
-            f"{self._tagged}n:",
-        ]  # fmt: skip
+        arguments = [*self._membership, me.incarnation, takeover, me.encode(), int(ttl_s * 1000), me.node_id, known]
         # Never asked twice by itself: the second answer would be RENEWED where the lost first one was FRESH.
         reply = await self._ask(lambda client: client.eval(_BEAT, 3, *arguments), tries=1)
         verdict, held, version, *records = reply
@@ -127,7 +129,7 @@ class RedisDirectory:
         return Beat(_VERDICTS[verdict], holder, everyone if listed else None)
 
     async def leave(self, me: Member) -> None:
-        await self._ask(lambda client: client.eval(_LEAVE, 3, *self._member_keys(me), me.incarnation, me.node_id))
+        await self._ask(lambda client: client.eval(_LEAVE, 3, *self._membership, me.incarnation, me.node_id))
 
     async def tell(self, me: Member, batch: Batch) -> None:
         mine = me.node_id.to_bytes(_NODE_BYTES, "big") + me.incarnation[:TAG_BYTES]
@@ -186,9 +188,6 @@ class RedisDirectory:
         if client is not None:
             with contextlib.suppress(RedisError, OSError):
                 await client.aclose()
-
-    def _member_keys(self, me: Member) -> tuple[str, str, str]:
-        return f"{self._tagged}ids", f"{self._tagged}v", f"{self._tagged}n:{me.node_id}"
 
     def place(self, key: bytes) -> _Place:
         return _Place(f"{self._bucket}{int.from_bytes(key[:4], 'big') * self._buckets >> 32:x}", key[_SUFFIX])

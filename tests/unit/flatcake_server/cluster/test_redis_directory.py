@@ -90,6 +90,20 @@ def test_anchors(server):
     run(server.url, anchors)
 
 
+def test_who_lapses_is_off_the_list_that_the_others_are_sent(server):
+    async def work(directory):
+        await directory.beat(SEVEN, 0.1, b"", members=False)
+        assert set((await directory.beat(ME, 10, b"", members=False)).members) == {ME, SEVEN}
+        deadline_s = time.monotonic() + 10
+        while (beat := await directory.beat(ME, 10, b"", members=False)).members is None:
+            assert time.monotonic() < deadline_s
+        assert (beat.verdict, beat.members) == (Verdict.RENEWED, (ME,))
+        assert (await directory.beat(ME, 10, b"", members=False)).members is None
+        assert (await directory.beat(SEVEN, 10, b"", members=False)).verdict is Verdict.FRESH
+
+    run(server.url, work)
+
+
 def test_ids_expire_by_the_directory_s_clock_and_anchors_do_not(server):
     async def work(directory):
         await directory.beat(ME, 0.1, b"", members=True)
