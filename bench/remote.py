@@ -20,31 +20,28 @@ from pathlib import Path
 
 import numpy as np
 from _session import BLOCK_BYTES, Pages, open_space, restore, same, session_keys, write_session
-from _support import MIB, Bytes, Compared, Node, Report, arguments, say, take_turns, timed_s
+from _support import MIB, Compared, Node, Report, arguments, say, take_turns, timed_s
 from remote_lookup import redis_url
 from ucx import PlainSocket, get_s, receive
 
 import flatcake_client as fc
-from flatcake_transport.mover import Region
 from flatcake_transport.movers.ucx import UcxMover
-from flatcake_transport.movers.ucx_lib import load_ucx
 from flatcake_transport.movers.ucx_process import UcxProcess
 from flatcake_transport.window import aligned_buffer
 
 PIECE = 4 * MIB
 
 
-def raw_get(stack: contextlib.ExitStack, target: Bytes) -> partial[float]:
-    """A get of as many bytes, from memory that was touched."""
+def raw_get(stack: contextlib.ExitStack, size: int) -> partial[float]:
+    """A get of as many bytes, from memory that was touched into a window that was."""
     fd = os.memfd_create("bench-remote")
     stack.callback(os.close, fd)
-    os.ftruncate(fd, len(target))
-    np.frombuffer(mmap.mmap(fd, len(target)), np.uint8)[:] = 7
-    process, mover = UcxProcess([(fd, len(target))]), UcxMover(load_ucx())
+    os.ftruncate(fd, size)
+    np.frombuffer(mmap.mmap(fd, size), np.uint8)[:] = 7
+    process, mover = UcxProcess([(fd, size)]), UcxMover()
     stack.callback(process.close)
     stack.callback(mover.close)
-    mover.register(Region(target.ctypes.data, len(target), "cpu", target))
-    return partial(get_s, mover, process.memories()[0], target, PIECE)
+    return partial(get_s, mover, process.memories()[0], mover.window(size), PIECE)
 
 
 @contextlib.contextmanager
@@ -89,7 +86,7 @@ def main() -> None:
         write_session(far, on_ssd, "ssd", written, [blocks])
         settled(nodes)
         target = aligned_buffer(blocks * BLOCK_BYTES)
-        get, plain = raw_get(stack, target), PlainSocket(len(target))
+        get, plain = raw_get(stack, len(target)), PlainSocket(len(target))
         for chain in (keys, on_ssd):
             pages.clear()
             restore(near, chain, pages)

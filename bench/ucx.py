@@ -3,7 +3,8 @@
     python bench/ucx.py                        64 and 512 MiB in pieces of a plane's range, over TCP and over what UCX chooses
     FLATCAKE_UCX_LIB=system python bench/ucx.py
 
-`ours` is `UcxMover` with `UcxProcess` serving, into registered memory that was touched. `perftest` is UCX's own ucp_get with the
+`ours` is `UcxMover` with `UcxProcess` serving, into a window that was touched: the process that gets is a third one. `within` is
+the same get by the same code inside this process, which waits for nothing else: what a process of its own costs. `perftest` is UCX's own ucp_get with the
 same transport, options and piece, 16 outstanding, which spins on both sides and gets into one buffer again and again.
 `socket` is `sendall` and `recv_into` between two processes. They take turns; bests are compared. At two cores both ends and
 whatever else runs share them: look at the ratios.
@@ -26,11 +27,12 @@ from pathlib import Path
 import numpy as np
 from _support import MIB, Bytes, Compared, Report, arguments, say, take_turns
 
-from flatcake_transport.mover import MemorySpan, Move, Region
+from flatcake_transport.mover import MemorySpan, Move
 from flatcake_transport.movers.ucx import UcxMover
+from flatcake_transport.movers.ucx_endpoint import CHUNK_BYTES, Order, Piece
 from flatcake_transport.movers.ucx_lib import UcxLibrary, load_ucx
 from flatcake_transport.movers.ucx_process import UcxProcess
-from flatcake_transport.movers.ucx_worker import default_options
+from flatcake_transport.movers.ucx_worker import UcxWorker, default_options
 from flatcake_transport.remote import RemoteMemory
 from flatcake_transport.window import aligned_buffer
 
@@ -45,6 +47,45 @@ def get_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int) -> f
     start_s = time.perf_counter()
     mover.submit(moves).wait(120)
     return time.perf_counter() - start_s
+
+
+def round_trip_us(mover: UcxMover, memory: RemoteMemory, target: Bytes) -> float:
+    """The median of many small gets, one after the other."""
+    took = sorted(get_s(mover, memory, target[:4096], 4096) for _ in range(1000))
+    return took[len(took) // 2] * 1e6
+
+
+class Within:
+    """The endpoint of the process that reads, in ours."""
+
+    def __init__(self, library: UcxLibrary, options: dict[str, str], target: Bytes) -> None:
+        self._worker = UcxWorker(library, options=options)
+        self._target = target
+        self._mapped = self._worker.map(target.ctypes.data, len(target))
+
+    def get_s(self, memory: RemoteMemory, piece: int, _: int = 0) -> float:
+        rested: list[str] = []
+        size = len(self._target)
+        start_s = time.perf_counter()
+        cut = [
+            (at + step, min(CHUNK_BYTES, piece - step))
+            for at in range(0, size, piece)
+            for step in range(0, piece, CHUNK_BYTES)
+        ]
+        order = Order(len(cut), rested.append)
+        local, memh = self._target.ctypes.data, self._mapped.handle
+        pieces = [Piece(order, local + at, part, memory.base + at, memory.rkey, memh, False) for at, part in cut]
+        self._worker.send(memory.worker, pieces)
+        self._worker.turn()
+        while not rested:
+            self._worker.sleep()
+            self._worker.turn()
+        took_s = time.perf_counter() - start_s
+        assert rested == [""], rested
+        return took_s
+
+    def close(self) -> None:
+        self._worker.close()
 
 
 def perftest(library: UcxLibrary, folder: Path) -> tuple[str, dict[str, str]] | None:
@@ -132,27 +173,37 @@ def measure(report: Report, size: int, pieces: list[int], rounds: int, library: 
     os.ftruncate(fd, size)
     source = np.frombuffer(mmap.mmap(fd, size), np.uint8)
     source[:] = np.resize(np.arange(251, dtype=np.uint8), size)
-    target = aligned_buffer(size)
+    socket_target = aligned_buffer(size)
     tool, plain = perftest(library, folder), PlainSocket(size)
     for transport, options in TRANSPORTS.items():
-        process, mover = UcxProcess([(fd, size)], options=options), UcxMover(library, options=options)
-        mover.register(Region(target.ctypes.data, size, "cpu", target))
+        process, mover = UcxProcess([(fd, size)], options=options), UcxMover(options=options)
+        target = mover.window(size)
+        within = Within(library, options, aligned_buffer(size))
         for piece in pieces:
             name = f"{transport}, {size // MIB} MiB in pieces of {piece // MIB}"
             say(name)
             memory = process.memories()[0]
             get_s(mover, memory, target, piece)
             assert np.array_equal(target, source)
-            runs = [partial(get, mover, memory, target, piece), partial(receive, plain, target)]
+            within.get_s(memory, piece)
+            runs = [
+                partial(get, mover, memory, target, piece),
+                partial(receive, plain, socket_target),
+                partial(within.get_s, memory, piece),
+            ]
             if tool is not None:
                 runs.append(partial(perftest_s, tool, options, size, piece))
-            ours, sockets, *theirs = take_turns(rounds, *runs)
+            ours, sockets, inside, *theirs = take_turns(rounds, *runs)
+            compared = Compared.of(size, inside, ours)
+            report.add(f"{name}: get / the same within one process", compared.ratio, detail=compared)
             if theirs:
                 compared = Compared.of(size, theirs[0], ours)
                 report.add(f"{name}: get / ucx_perftest", compared.ratio, 0.9, detail=compared)
             against = Compared.of(size, sockets, ours)
             report.add(f"{name}: get / plain socket", against.ratio, detail=against)
+        say(f"{transport}, 4 KiB: {round_trip_us(mover, memory, target):.0f} us a round trip")
         mover.close()
+        within.close()
         process.close()
     plain.close()
     os.close(fd)

@@ -119,7 +119,6 @@ class Client:
         self._reachable = True  # answered since the last log line that said otherwise
         self._say_after_s = 0.0
         self._closed = False
-        self._peers_read: bool | None = None  # not known yet
         self.timeout_s = timeout_s
         self.transfer_timeout_s = transfer_timeout_s
         self.tools = tools
@@ -248,17 +247,6 @@ class Client:
                 self._say_unreachable(error)
                 raise
         raise Unavailable("the daemon was restarted while it was asked")
-
-    def reads_peers(self) -> bool:
-        """Whether blocks of other nodes can be brought here; said once if not."""
-        if self._peers_read is None:
-            try:
-                self.tools.remote(self.timeout_s)
-                self._peers_read = True
-            except Unavailable as error:
-                self._peers_read = False
-                log.warning("blocks of other nodes are recomputed here: %s", error)
-        return self._peers_read
 
     def arena(self, connection: Connection, timeout_s: float) -> NDArray[np.uint8]:
         """A connection's arena, registered with the movers at the first call."""

@@ -97,7 +97,7 @@ class Space:
     def _lookup(self, keys: KeyArray, pin: bool, connection: Connection, timeout_s: float) -> Hit:
         asked_s = time.monotonic()
         welcome = connection.welcome
-        remote = welcome.peers and self.client.reads_peers()
+        remote = welcome.peers and self.client.tools.reads_peers
         found = connection.rpc.lookup(welcome, self.spec.fingerprint, keys, pin=pin, remote=remote, timeout_s=timeout_s)
         found = self._worth_fetching(found, welcome.node_id)
         hit = Hit(self, keys, found=found, connection=connection, asked_s=asked_s)

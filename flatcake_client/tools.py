@@ -8,8 +8,9 @@ For an engine on a GPU, session files are read straight into windows on its devi
 are compared: those are computed on the host. Those windows are bounded by `DEVICE_STAGING_BYTES` a device, whatever the
 number of requests; a device that has no room for the first one gets host windows, and a log line.
 
-Other nodes' memory and files come through UCX into host windows of their own, registered with UCX and with the memory mover. Of
-their own each: a restore of both holds a window of each, and could else wait for what only it could give back.
+Other nodes' memory and files come through UCX into windows that the process which runs it shares with us, one process a client,
+registered with the memory mover as well. Windows of their own each: a restore of both holds one of each, and could else wait for
+what only it could give back.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -27,7 +29,7 @@ from numpy.typing import NDArray
 from flatcake_client.restore import ReadTools
 from flatcake_client.writer import WriteTools
 from flatcake_transport.address import Medium
-from flatcake_transport.errors import Overloaded, Unavailable
+from flatcake_transport.errors import Overloaded
 from flatcake_transport.layout import ALIGN_BYTES, align_up, segment_layout
 from flatcake_transport.mover import Mover, MoverStats, Region
 from flatcake_transport.movers import mover_for
@@ -100,44 +102,40 @@ class Tools:
                 return self._read_tools(direct[0], direct[1])
             return self._read_tools(self._file_mover(), self._reading)
 
-    def remote(self, peer_timeout_s: float) -> ReadTools:
-        """What brings other nodes' memory; `peer_timeout_s` counts when it is first asked for.
+    @property
+    def reads_peers(self) -> bool:
+        """Whether other nodes' blocks can be brought here, as far as is known: nobody looks before the first of them."""
+        return self._remote is None or self._remote[0].up
 
-        Raises: Unavailable: there is no UCX here, or it does not start.
-        """
+    def remote(self, peer_timeout_s: float) -> ReadTools:
+        """What brings other nodes' memory; `peer_timeout_s` counts when it is first asked for."""
         with self._lock:
             mover = self._remote[0] if self._remote else UcxMover(peer_timeout_s=peer_timeout_s)
             if self._remote is None or self._remote[1].buffer_bytes < self._reading.buffer_bytes:
                 self._remote = (mover, self._remote_pool(mover))
+            mover.start()
             return self._read_tools(mover, self._remote[1])
 
     def served(self, peer_timeout_s: float, patience_s: float) -> ReadTools:
-        """What brings files that other nodes read for us. Times count when it is first asked for.
-
-        Raises: Unavailable: there is no UCX here, or it does not start.
-        """
+        """What brings files that other nodes read for us. Times count when it is first asked for."""
         with self._lock:
             files = self._file_mover()
+            self.remote(peer_timeout_s)
+            assert self._remote is not None
+            gets = self._remote[0]
             if self._served is None:
-                gets = self.remote(peer_timeout_s).files
                 stage_timeout_s = max(peer_timeout_s, STAGE_TIMEOUT_S_MIN)
                 mover = StagedMover(gets, stage_timeout_s=stage_timeout_s, patience_s=patience_s)
-                self._served = (mover, self._remote_pool(mover))
+                self._served = (mover, self._remote_pool(gets))
             elif self._served[1].buffer_bytes < self._reading.buffer_bytes:
-                self._served = (self._served[0], self._remote_pool(self._served[0]))
+                self._served = (self._served[0], self._remote_pool(gets))
             return self._read_tools(BySpan(files, self._served[0]), self._served[1])
 
-    def _remote_pool(self, mover: Mover) -> StagingPool:
+    def _remote_pool(self, mover: UcxMover) -> StagingPool:
         buffer_bytes = self._reading.buffer_bytes
         buffers = self._buffers_of(buffer_bytes)
         staging_bytes = max(REMOTE_STAGING_BYTES, buffers * buffer_bytes)
-        return StagingPool(staging_bytes, buffer_bytes, buffers, allocate=partial(self._remote_buffer, mover))
-
-    def _remote_buffer(self, mover: Mover, size_bytes: int) -> Any:
-        buffer = self._buffer(size_bytes)
-        with contextlib.suppress(Unavailable):  # not enough lockable memory: gets land in it all the same, slower
-            mover.register(Region(buffer.ctypes.data, size_bytes, keep=weakref.ref(_owner(buffer))))
-        return buffer
+        return StagingPool(staging_bytes, buffer_bytes, buffers, allocate=partial(self._buffer, mover.window))
 
     def _read_tools(self, files: Mover, staging: StagingPool) -> ReadTools:
         return ReadTools(files, self._memory_mover(), staging, gap_bytes_max=self._gap_bytes_max)
@@ -219,18 +217,20 @@ class Tools:
 
     def _read_pool(self, buffer_bytes: int) -> StagingPool:
         bytes_max = self._staging_bytes - self._staging_bytes // WRITE_SHARE
-        return StagingPool(bytes_max, buffer_bytes, self._buffers_of(buffer_bytes), allocate=self._buffer)
+        buffer = partial(self._buffer, aligned_buffer)
+        return StagingPool(bytes_max, buffer_bytes, self._buffers_of(buffer_bytes), allocate=buffer)
 
     def _write_pool(self, buffer_bytes: int) -> StagingPool:
         """Windows of one buffer: a write takes what it gathers into, and holds no more."""
-        return StagingPool(self._staging_bytes // WRITE_SHARE, buffer_bytes, 1, allocate=self._buffer)
+        buffer = partial(self._buffer, aligned_buffer)
+        return StagingPool(self._staging_bytes // WRITE_SHARE, buffer_bytes, 1, allocate=buffer)
 
     def _buffers_of(self, buffer_bytes: int) -> int:
         """How many a window has: larger ones are fewer, but one is read while another is scattered."""
         return max(min(self._buffers, 2), min(self._buffers, self._window_bytes // buffer_bytes))
 
-    def _buffer(self, size_bytes: int) -> Any:
-        buffer = aligned_buffer(size_bytes)
+    def _buffer(self, allocate: Callable[[int], NDArray[np.uint8]], size_bytes: int) -> Any:
+        buffer = allocate(size_bytes)
         with contextlib.suppress(ValueError):
             self.register(buffer)
         return buffer

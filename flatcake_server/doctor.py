@@ -289,8 +289,7 @@ def probe_ucx(root: Path = _ROOT) -> Finding:
         ucx = describe_ucx(_PROBE_TIMEOUT_S)
     except Unavailable as error:
         return Finding("UCX", "no", f"{error}; {told}", "needed in clusters only: pip install 'flatcake[ucx]'")
-    cuda = "with CUDA" if ucx.cuda else "without CUDA"
-    detail = f"{ucx.library}, {cuda}; transports: {', '.join(ucx.transports) or 'none'}; {told}"
+    detail = f"{ucx.library}; transports: {', '.join(ucx.transports) or 'none'}; {told}"
     if not cards or ucx.verbs:
         return Finding("UCX", "yes", detail)
     if ucx.origin == "system":

@@ -34,7 +34,7 @@ from flatcake_client.engines.demo_cluster_report import ClusterOutcome, MovingRe
 from flatcake_client.engines.demo_command import Say, Told, command
 from flatcake_client.engines.demo_processes import DaemonProcess, DemoFailed, EngineProcess, RedisProcess, undisturbed
 from flatcake_transport.errors import Unavailable
-from flatcake_transport.movers.ucx_lib import load_ucx
+from flatcake_transport.movers.ucx_describe import describe_ucx
 
 NODES: Final = (1, 2, 3)
 
@@ -112,7 +112,7 @@ class MovingStory:
         """Raises: DemoFailed: no redis-server, no UCX."""
         self._scale, self._say, self._engine = scale, say, engine
         try:
-            load_ucx()
+            describe_ucx()
         except Unavailable as error:
             raise DemoFailed(f"nodes read each other's memory through UCX: {error}") from error
         self._redis = RedisProcess(directory)

@@ -41,12 +41,12 @@ def aligned(data: np.ndarray) -> np.ndarray:
 
 
 def check_mover(
-    setting: Setting, path: Path | None, expose: Callable[[np.ndarray], RemoteMemory] | None = None
+    setting: Setting, path: Path | None, expose: Callable[[np.ndarray], tuple[np.ndarray, RemoteMemory]] | None = None
 ) -> None:
     """All that holds for every mover.
 
-    `path`: a directory for those that move files. `expose`: serves host bytes to a mover of remote memory. Neither: those
-    within memory.
+    `path`: a directory for those that move files. `expose`: serves bytes to a mover of remote memory; where they can
+    be seen, and how they are named. Neither: those within memory.
     """
     check_life(setting)
     if expose is not None:
@@ -189,10 +189,9 @@ def check_short_file(setting: Setting, path: Path) -> None:
     mover.close()
 
 
-def check_remote(setting: Setting, expose: Callable[[np.ndarray], RemoteMemory]) -> None:
+def check_remote(setting: Setting, expose: Callable[[np.ndarray], tuple[np.ndarray, RemoteMemory]]) -> None:
     mover = setting.make()
-    content = random_bytes(6, 9 << 20)
-    memory = expose(content)
+    content, memory = expose(random_bytes(6, 9 << 20))
     spans = [(0, 9 << 20), (0, 0), (7, 1), (12_345, 54_321), ((4 << 20) - 1, 2), ((9 << 20) - 1, 1), (PAGE, 8 << 20)]
     targets = [setting.to(np.zeros(size, np.uint8)) for _, size in spans]
     moves = [Move(RemoteSpan(memory, at, size), MemorySpan(t)) for (at, size), t in zip(spans, targets, strict=True)]

@@ -118,7 +118,7 @@ def test_the_exit_code_is_the_verdict(name, monkeypatch, capsys):
 
 
 def test_a_demo_that_cannot_run_says_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_cluster, "load_ucx", lambda: None)
+    monkeypatch.setattr(demo_cluster, "describe_ucx", lambda: None)
     monkeypatch.setattr(demo_processes.shutil, "which", lambda _: None)
     with pytest.raises(DemoFailed, match="apt-get install redis-server"):
         run_cluster_demo(TINY, tmp_path, print)
@@ -126,7 +126,7 @@ def test_a_demo_that_cannot_run_says_what_is_missing(tmp_path, monkeypatch):
     def none_here():
         raise Unavailable("no libucp")
 
-    monkeypatch.setattr(demo_cluster, "load_ucx", none_here)
+    monkeypatch.setattr(demo_cluster, "describe_ucx", none_here)
     with pytest.raises(DemoFailed, match="through UCX: no libucp"):
         run_cluster_demo(TINY, tmp_path, print)
     assert list(tmp_path.iterdir()) == []

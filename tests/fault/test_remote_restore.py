@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -20,6 +21,8 @@ from flatcake_client.lease import Lease
 from flatcake_client.remote_path import RemoteArena
 from flatcake_client.restore import Restore, RestoreCorrupt, RestoreUnavailable
 from flatcake_client.tools import Tools
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.movers.ucx import UcxMover
 from flatcake_transport.movers.ucx_process import UcxProcess
 from flatcake_transport.space import SpaceSpec
 
@@ -141,3 +144,36 @@ def test_past_the_lease_nothing_there_is_trusted(node: Node) -> None:
         restore.wait_layer(2)
     assert caught.value.usable_blocks == 4
     assert node.right(4)
+
+
+@pytest.mark.parametrize("node", [False], ids=["unchecked"], indirect=True)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_process_that_reads_costs_its_blocks_and_is_replaced(node: Node, how: signal.Signals) -> None:
+    mover = node.tools.remote(PEER_TIMEOUT_S).files
+    assert isinstance(mover, UcxMover)
+    assert node.restore().wait() == BLOCKS
+    reader, began_s = mover.process_id, time.monotonic()
+    os.kill(node.process._child.pid, signal.SIGSTOP)  # so that the restore is under way for certain
+    restore = node.restore()
+    with pytest.raises(RestoreUnavailable):  # its time is over; what it began to read is under way still
+        node.restore(timeout_s=0.2).wait_layer(2)
+    os.kill(reader, how)
+    with pytest.raises(RestoreUnavailable) as caught:
+        restore.wait_layer(2)
+    assert time.monotonic() - began_s < 2 * PEER_TIMEOUT_S + 1.5
+    assert caught.value.usable_blocks == 4
+    assert node.right(4)
+    assert node.tools.stats()[1]["remote reads"].windows_out == 0
+    assert not node.tools.reads_peers, "nobody asks other nodes for a moment"
+    os.kill(node.process._child.pid, signal.SIGCONT)
+
+    def whole() -> (
+        bool
+    ):  # the node may have to start again what serves it: UCX aborts there when a reader dies in a get
+        with contextlib.suppress(Unavailable):
+            return node.tools.reads_peers and node.restore().wait() == BLOCKS
+        return False
+
+    until(whole)
+    assert node.right(BLOCKS)
+    assert mover.process_id != reader

@@ -6,7 +6,9 @@ completed everything the endpoint has ended and every key was given back.
 
 from __future__ import annotations
 
+from collections import Counter
 from ctypes import c_void_p
+from functools import partial
 from typing import Any
 
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.movers import ucx_endpoint
-from flatcake_transport.movers.ucx_endpoint import Counts, Endpoint, Piece, UcxTransfer
+from flatcake_transport.movers.ucx_endpoint import Counts, Endpoint, Order, Piece
 from flatcake_transport.movers.ucx_lib import ERR_CANCELED, IN_PROGRESS, OnEndpointError
 
 PEER_TIMEOUT_S = 5.0
@@ -96,6 +98,10 @@ def make(ucp: FakeUcp) -> Endpoint:
     return Endpoint(ucp, c_void_p(), 1, b"peer", OnEndpointError(lambda *_: None), Counts())  # type: ignore[arg-type]
 
 
+def counted(rested: Counter[int], at: int, _error: str) -> None:
+    rested[at] += 1
+
+
 STEP = st.one_of(
     st.tuples(st.just("add"), st.integers(1, 4), st.sampled_from([1 << 20, 4 << 20, 40 << 20]), st.booleans()),
     st.tuples(st.just("complete"), st.integers(0, 20), st.sampled_from([0, -3])),
@@ -111,16 +117,17 @@ STEP = st.one_of(
 def test_every_piece_rests_once_and_only_after_its_request(steps: list[tuple[Any, ...]]) -> None:
     ucp = FakeUcp()
     endpoint, now_s = make(ucp), 0.0
-    transfers: list[UcxTransfer] = []
+    orders: list[Order] = []
+    rested: Counter[int] = Counter()
     for step in steps:
         match step:
             case ("add", count, size, put):
-                transfer = UcxTransfer(count, None)
+                order = Order(count, partial(counted, rested, len(orders)))
                 key = b"bad" if count == 4 and size == 1 << 20 and put else bytes([count])
-                pieces = [Piece(transfer, i, size, 0, key, None, False, put) for i in range(count)]
+                pieces = [Piece(order, i, size, 0, key, None, put) for i in range(count)]
                 if not endpoint.failure:
                     endpoint.add(pieces)
-                    transfers.append(transfer)
+                    orders.append(order)
             case ("complete", which, status):
                 running = sorted(request for request, state in ucp.open.items() if state == IN_PROGRESS)
                 if running and running[which % len(running)] != ucp.closing:
@@ -130,8 +137,8 @@ def test_every_piece_rests_once_and_only_after_its_request(steps: list[tuple[Any
             case ("fail",):
                 endpoint.fail("told so")
             case ("cancel", which):
-                if transfers:
-                    transfers[which % len(transfers)].cancel()
+                if orders:
+                    orders[which % len(orders)].cancelled = True
             case ("time", seconds):
                 now_s += seconds
         endpoint.post(now_s)
@@ -141,11 +148,11 @@ def test_every_piece_rests_once_and_only_after_its_request(steps: list[tuple[Any
         flying = sum(piece.size_bytes for _, piece in endpoint._flying)
         assert flying <= ucx_endpoint.FLYING_BYTES_MAX or len(endpoint._flying) == 1
         assert {request for request, _ in endpoint._flying} == set(ucp.open) - {ucp.closing}
-        for transfer in transfers:
-            open_pieces = [p for _, p in endpoint._flying if p.transfer is transfer]
-            open_pieces += [p for p in endpoint._waiting if p.transfer is transfer]
-            assert transfer.done() == (not open_pieces)
-            assert transfer._left == len(open_pieces)
+        for at, order in enumerate(orders):
+            open_pieces = [p for _, p in endpoint._flying if p.order is order]
+            open_pieces += [p for p in endpoint._waiting if p.order is order]
+            assert rested[at] == (not open_pieces)
+            assert order._left == len(open_pieces)
     endpoint.fail("the end")
     assert not endpoint._waiting
     for request in ucp.open:
@@ -155,4 +162,20 @@ def test_every_piece_rests_once_and_only_after_its_request(steps: list[tuple[Any
     assert ucp.closed
     assert not ucp.open
     assert ucp.rkeys == 0
-    assert all(transfer.done() for transfer in transfers)
+    assert all(rested[at] == 1 for at in range(len(orders)))
+
+
+def test_one_whose_requests_ucx_never_completes_is_hung() -> None:
+    ucp = FakeUcp()
+    endpoint = make(ucp)
+    endpoint.add([Piece(Order(1, lambda _: None), 0, 1, 0, b"key", None, False)])
+    endpoint.post(0.0)
+    assert not endpoint.hung(1e6, PEER_TIMEOUT_S), "it may be slow: whether it is silent is another question"
+    endpoint.fail("told so")
+    assert not endpoint.hung(1e6, PEER_TIMEOUT_S)
+    assert not endpoint.hung(1e6 + PEER_TIMEOUT_S, PEER_TIMEOUT_S)
+    assert endpoint.hung(1e6 + PEER_TIMEOUT_S + 2 * ucx_endpoint.HUNG_S, PEER_TIMEOUT_S)
+    for request in ucp.open:
+        ucp.open[request] = ERR_CANCELED
+    endpoint.reap(1e6)
+    assert not endpoint.hung(2e6, PEER_TIMEOUT_S)

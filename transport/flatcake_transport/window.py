@@ -45,12 +45,13 @@ _LINGER_POLL_S: Final = 0.01  # how long a waiter watches one transfer before it
 _LOOK_S: Final = 0.1  # how long one waits for a word; a lost window gives none
 
 
-def aligned_buffer(size_bytes: int) -> NDArray[np.uint8]:
-    """Host memory on a 2 MiB border, on huge pages where there are some, every page touched. Freed with its last view."""
-    # Private: shared anonymous memory is shmem, which gets huge pages only where the administrator enabled them for it.
-    mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def touched(mapping: mmap.mmap, size_bytes: int, border_bytes: int = 1) -> NDArray[np.uint8]:
+    """Part of a fresh mapping, from the first such border, on huge pages where there are some, every page touched.
+
+    The mapping goes with the last view.
+    """
     whole = np.frombuffer(mapping, np.uint8)
-    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    start = -whole.ctypes.data % border_bytes
     buffer = whole[start : start + size_bytes]
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages: small pages do
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -59,6 +60,13 @@ def aligned_buffer(size_bytes: int) -> NDArray[np.uint8]:
     except OSError:
         buffer[:: mmap.PAGESIZE] = 0
     return buffer
+
+
+def aligned_buffer(size_bytes: int) -> NDArray[np.uint8]:
+    """Host memory on a 2 MiB border, on huge pages where there are some, every page touched. Freed with its last view."""
+    # Private: shared anonymous memory is shmem, which gets huge pages only where the administrator enabled them for it.
+    mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return touched(mapping, size_bytes, HUGE_PAGE_BYTES)
 
 
 def device_buffer(size_bytes: int, device: str) -> torch.Tensor:
@@ -230,6 +238,7 @@ class StagingPool:
 
     def stats(self) -> StagingStats:
         with self._changed:
+            self._ready()
             return StagingStats(
                 bytes_max=self._bytes_max,
                 bytes_made=self._made * self._window_bytes,

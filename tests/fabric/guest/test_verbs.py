@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,8 @@ import pytest
 from conftest import until
 
 from flatcake_transport.errors import Unavailable
-from flatcake_transport.mover import MemorySpan, Move, Region
+from flatcake_transport.mover import MemorySpan, Move
 from flatcake_transport.movers.ucx import UcxMover
-from flatcake_transport.movers.ucx_lib import load_ucx
 from flatcake_transport.movers.ucx_process import UcxProcess
 from flatcake_transport.remote import RemoteMemory, RemoteSpan
 
@@ -30,23 +31,21 @@ SENT = Path("/sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts")
 def served(soft_rdma: str):
     """A process that serves 4 MiB of noise, as a daemon's does its arena; and the noise."""
     os.environ["UCX_IB_GID_INDEX"] = "0"
-    library = load_ucx("system")
     fd = os.memfd_create("arena")
     os.ftruncate(fd, SIZE)
     noise = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
     np.frombuffer(mmap.mmap(fd, SIZE), np.uint8)[:] = noise
     os.environ["FLATCAKE_UCX_LIB"] = "system"
     process = UcxProcess([(fd, SIZE)], options=OPTIONS, peer_timeout_s=20)
-    yield library, process, noise
+    yield process, noise
     process.close()
 
 
 def test_memory_is_got_over_rdma(served) -> None:
-    library, process, noise = served
-    mover = UcxMover(library, options=OPTIONS, peer_timeout_s=20)
+    process, noise = served
+    mover = UcxMover(options=OPTIONS, peer_timeout_s=20)
     try:
-        buffer = np.zeros(SIZE, np.uint8)
-        mover.register(Region(buffer.ctypes.data, SIZE, keep=buffer))
+        buffer = mover.window(SIZE)
         sent = int(SENT.read_text())
         memory = process.memories()[0]
         pieces = [(at, MIB // 2) for at in range(0, SIZE, MIB // 2)]
@@ -75,8 +74,8 @@ def get(mover: UcxMover, memory: RemoteMemory, size: int) -> np.ndarray:
 
 def test_the_other_process_need_not_even_run(served) -> None:
     """One-sided: a peer that is stopped is read all the same, once it is connected."""
-    library, process, noise = served
-    mover = UcxMover(library, options=OPTIONS, peer_timeout_s=20)
+    process, noise = served
+    mover = UcxMover(options=OPTIONS, peer_timeout_s=20)
     memory = process.memories()[0]
     get(mover, memory, 4096)
     os.kill(process._child.pid, signal.SIGSTOP)
@@ -87,9 +86,38 @@ def test_the_other_process_need_not_even_run(served) -> None:
         mover.close()
 
 
+def test_a_peer_that_stops_before_it_is_connected_is_a_miss_in_time(served) -> None:
+    """UCX 1.13 aborts then: it would have been us. The process that reads is another one after that."""
+    process, noise = served
+    mover = UcxMover(options=OPTIONS, peer_timeout_s=3)
+    mover.start()
+    until(lambda: mover.process_id != 0)
+    memory, reader = process.memories()[0], mover.process_id
+    os.kill(process._child.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    try:
+        with pytest.raises(Unavailable) as caught:
+            get(mover, memory, 4096)
+        took_s = time.monotonic() - began_s
+    finally:
+        os.kill(process._child.pid, signal.SIGCONT)
+    print(
+        f"the get failed after {took_s:.1f} s: {caught.value}; the process {'lives' if mover.process_id == reader else 'died'}"
+    )
+    assert took_s < 30, "an emulated processor is slow"
+
+    def again() -> bool:
+        with contextlib.suppress(Unavailable):
+            return np.array_equal(get(mover, memory, MIB), noise[:MIB])
+        return False
+
+    until(again, 60)
+    mover.close()
+
+
 def test_a_peer_that_is_killed_is_an_error(served) -> None:
-    library, process, _ = served
-    mover = UcxMover(library, options=OPTIONS, peer_timeout_s=3)
+    process, _ = served
+    mover = UcxMover(options=OPTIONS, peer_timeout_s=3)
     memory = process.memories()[0]
     get(mover, memory, 4096)
     child = process._child

@@ -142,16 +142,16 @@ def test_ucx_says_which_and_warns_of_cards_it_cannot_use(monkeypatch, root):
     monkeypatch.setattr(doctor, "describe_ucx", none)
     finding = doctor.probe_ucx(root.path)
     assert (finding.state, "not installed" in finding.detail, "flatcake[ucx]" in finding.advice) == ("no", True, True)
-    wheel = UcxHere("UCX 1.22.0 (wheel, /x)", "wheel", ("tcp/eth0", "tcp/lo"), cuda=True)
+    wheel = UcxHere("UCX 1.22.0 (wheel, /x)", "wheel", ("tcp/eth0", "tcp/lo"))
     monkeypatch.setattr(doctor, "describe_ucx", lambda _: wheel)
     finding = doctor.probe_ucx(root.path)
     assert finding.state == "yes"
-    assert "UCX 1.22.0 (wheel, /x), with CUDA; transports: tcp/eth0, tcp/lo; RDMA cards: none" in finding.detail
+    assert "UCX 1.22.0 (wheel, /x); transports: tcp/eth0, tcp/lo; RDMA cards: none" in finding.detail
     root("sys/class/infiniband/mlx5_0/x")
     finding = doctor.probe_ucx(root.path)
     assert finding.state == "no"
     assert "FLATCAKE_UCX_LIB=system" in finding.advice
-    system = UcxHere("UCX 1.13.1 (system, /y)", "system", ("rc_verbs/mlx5_0:1", "tcp/lo"), cuda=False)
+    system = UcxHere("UCX 1.13.1 (system, /y)", "system", ("rc_verbs/mlx5_0:1", "tcp/lo"))
     monkeypatch.setattr(doctor, "describe_ucx", lambda _: system)
     assert doctor.probe_ucx(root.path).state == "yes"
     monkeypatch.setattr(doctor, "describe_ucx", lambda _: replace(system, transports=("tcp/lo",)))

@@ -16,7 +16,6 @@ from flatcake_transport.movers.ucx_lib import FLAGS, load_ucx, status_of
 
 STRUCTS = {
     "ucp_params_t": ucx_lib.ContextParams,
-    "ucp_context_attr_t": ucx_lib.ContextAttributes,
     "ucp_worker_params_t": ucx_lib.WorkerParams,
     "ucp_worker_attr_t": ucx_lib.WorkerAttributes,
     "ucp_mem_map_params_t": ucx_lib.MapParams,
@@ -82,7 +81,6 @@ def test_structs_and_flags_are_those_of_the_header(which: str, tmp_path: Path) -
 def test_no_struct_is_larger_than_what_ucx_may_write() -> None:
     """Attributes are filled in by UCX, and only the fields in the mask: the last of 1.13 must be there."""
     assert ctypes.sizeof(ucx_lib.WorkerAttributes) == 80
-    assert ctypes.sizeof(ucx_lib.ContextAttributes) == 64
 
 
 @pytest.mark.parametrize(
@@ -103,6 +101,6 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_with_a_card_the_system_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx_lib, "rdma_cards", lambda: ["mlx5_0"])
-    assert [origin for origin, _ in ucx_lib._candidates("")] == ["loaded", "system", "wheel"]
+    assert [origin for origin, _ in ucx_lib._candidates("")] == ["system", "wheel"]
     monkeypatch.setattr(ucx_lib, "rdma_cards", list)
-    assert [origin for origin, _ in ucx_lib._candidates("")] == ["loaded", "wheel", "system"]
+    assert [origin for origin, _ in ucx_lib._candidates("")] == ["wheel", "system"]

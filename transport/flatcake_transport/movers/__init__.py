@@ -11,11 +11,11 @@ A restore always ends in the MemoryMover: it alone knows paged slots.
 
 from __future__ import annotations
 
-from flatcake_transport.address import Medium
-from flatcake_transport.mover import Mover
-from flatcake_transport.movers import gds
-from flatcake_transport.movers.memory import MemoryMover
-from flatcake_transport.movers.posix import PosixMover
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flatcake_transport.address import Medium
+    from flatcake_transport.mover import Mover
 
 
 def mover_for(medium: Medium, device: str = "cpu", *, fd: int | None = None) -> Mover:
@@ -27,6 +27,12 @@ def mover_for(medium: Medium, device: str = "cpu", *, fd: int | None = None) -> 
     The caller owns and closes it. A `GdsMover` needs a window on the device, the others one in host memory; what a mover
     really does is in its `stats().path`.
     """
+    # Here, so that the processes which run UCX, whose modules lie in this room, load no numpy.
+    from flatcake_transport.address import Medium
+    from flatcake_transport.movers import gds
+    from flatcake_transport.movers.memory import MemoryMover
+    from flatcake_transport.movers.posix import PosixMover
+
     if medium is Medium.MEMORY:
         return MemoryMover()
     if device.startswith("cuda") and gds.gds_available(fd) is None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from typing import Final
 
 from flatcake_transport.errors import Unavailable
-from flatcake_transport.movers.ucx_lib import FLAGS, load_ucx
+from flatcake_transport.movers import ucx_child
+from flatcake_transport.movers.ucx_lib import load_ucx
 from flatcake_transport.movers.ucx_worker import UcxWorker
 
 # Transports over verbs: rc_verbs, ud_verbs, rc_mlx5, dc_mlx5, ud_mlx5 and their like.
@@ -24,7 +23,6 @@ class UcxHere:
     library: str
     origin: str
     transports: tuple[str, ...]
-    cuda: bool  # gets may land in CUDA memory
 
     @property
     def verbs(self) -> bool:
@@ -33,21 +31,20 @@ class UcxHere:
 
 def describe_ucx(timeout_s: float = 10.0) -> UcxHere:
     """Raises: Unavailable: none loads, or it does not start, or it ends its process; the message says which."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    child = ucx_child.spawn(__name__, "", [])
     try:
-        run = subprocess.run(
-            [sys.executable, "-m", __name__],
-            env=env, capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+        said = child.communicate(timeout=timeout_s)[0].decode(errors="replace").strip()
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"UCX does not start within {timeout_s:g} s") from error
-    answer = run.stdout.strip().splitlines()[-1:]
-    if run.returncode or not answer:
-        raise Unavailable(f"UCX ended its process with {run.returncode}: {(run.stdout + run.stderr).strip()[-300:]}")
+    finally:
+        ucx_child.end(child)
+    answer = said.splitlines()[-1:]
+    if child.returncode or not answer:
+        raise Unavailable(f"UCX ended its process with {child.returncode}: {said[-300:]}")
     told = json.loads(answer[0])
     if "error" in told:
         raise Unavailable(told["error"])
-    return UcxHere(told["library"], told["origin"], tuple(told["transports"]), told["cuda"])
+    return UcxHere(told["library"], told["origin"], tuple(told["transports"]))
 
 
 def main() -> None:
@@ -55,8 +52,7 @@ def main() -> None:
     try:
         library = load_ucx()
         worker = UcxWorker(library)
-        cuda = bool(worker.memory_types & 1 << FLAGS["UCS_MEMORY_TYPE_CUDA"])
-        told = asdict(UcxHere(library.named, library.origin, tuple(sorted(set(worker.transports()))), cuda))
+        told = asdict(UcxHere(library.named, library.origin, tuple(sorted(set(worker.transports())))))
         worker.close()
     except Unavailable as error:
         told = {"error": str(error)}

@@ -14,8 +14,8 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from ctypes import byref, c_char_p, c_void_p, cast
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,61 +25,38 @@ from flatcake_transport.movers.ucx_lib import FLAGS, IN_PROGRESS, EndpointParams
 
 CHUNK_BYTES: Final = 4 << 20  # 1 ms at 4 GB/s: often enough to see that a peer is alive, and a request costs some 10 us
 FLYING_BYTES_MAX: Final = 64 << 20  # on one endpoint; 2.5 ms of a link of 25 GB/s, ten times its round trip
+HUNG_S: Final = 1.0  # beyond the timeout: a busy machine
 RKEYS_MAX: Final = 64  # kept of one peer: its arena and its staging windows
 
 
-class UcxTransfer:
-    """Gets and puts under way: a `Transfer`. `keep` is held until none of them touches memory any more."""
+class Order:
+    """Gets or puts that rest together: once `rested` is called, with what failed, none of them touches memory any more."""
 
-    __slots__ = ("_cancelled", "_error", "_keep", "_left", "_rested")
+    __slots__ = ("_error", "_left", "_rested", "cancelled")
 
-    def __init__(self, pieces: int, keep: object) -> None:
-        self._left = pieces  # of the worker's thread, once it was handed over
-        self._keep: object = keep
+    def __init__(self, pieces: int, rested: Callable[[str], None]) -> None:
+        self._left = pieces
+        self._rested = rested
         self._error = ""
-        self._cancelled = False
-        self._rested = threading.Event()
-        if not pieces:
-            self._rested.set()
-
-    def done(self) -> bool:
-        return self._rested.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """See `Transfer.wait`."""
-        if not self._rested.wait(timeout_s):
-            raise TimeoutError("the gets have not landed yet")
-        if self._error:
-            raise Unavailable(self._error)
-
-    def cancel(self) -> None:
-        """Begin no further piece; those flying land. It then rests as failed. Thread-safe."""
-        self._cancelled = True
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
+        self.cancelled = False  # no further piece is begun; those flying land
 
     def rest_piece(self, error: str = "") -> None:
-        """For the worker's thread: a piece has come to rest."""
         self._error = self._error or error
         self._left -= 1
         if not self._left:
-            self._keep = None
-            self._rested.set()
+            self._rested(self._error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """What one request moves. `size_bytes` 0: a flush of the puts before it."""
 
-    transfer: UcxTransfer
+    order: Order
     local: int
     size_bytes: int
     remote: int
     rkey: bytes
     memh: int | None
-    device_memory: bool
     put: bool
 
 
@@ -118,6 +95,7 @@ class Endpoint:
         self._flying_bytes = 0
         self._rkeys: OrderedDict[bytes, c_void_p] = OrderedDict()
         self._moved_s = 0.0  # when a piece last landed, or the first one flew
+        self._failed_s: float | None = None  # when it was first seen to have failed
         self._closing: int | None = None  # the request that closes it
         self._closed = False
         self.failure = ""
@@ -141,8 +119,8 @@ class Endpoint:
             if self._flying and self._flying_bytes + piece.size_bytes > FLYING_BYTES_MAX:
                 return
             self._waiting.popleft()
-            if piece.transfer.cancelled:
-                piece.transfer.rest_piece("the transfer was cancelled")
+            if piece.order.cancelled:
+                piece.order.rest_piece("cancelled")
                 continue
             if not self._flying:
                 self._moved_s = now_s
@@ -165,8 +143,7 @@ class Endpoint:
         if not piece.size_bytes:
             return ucp.ep_flush(self._handle, RequestParams())
         params = RequestParams(
-            op_attr_mask=FLAGS["UCP_OP_ATTR_FIELD_MEMORY_TYPE"],
-            memory_type=FLAGS["UCS_MEMORY_TYPE_CUDA" if piece.device_memory else "UCS_MEMORY_TYPE_HOST"],
+            op_attr_mask=FLAGS["UCP_OP_ATTR_FIELD_MEMORY_TYPE"], memory_type=FLAGS["UCS_MEMORY_TYPE_HOST"]
         )
         if piece.memh is not None:
             params.op_attr_mask |= FLAGS["UCP_OP_ATTR_FIELD_MEMH"]
@@ -209,7 +186,7 @@ class Endpoint:
             self._counts.failures += 1
         else:
             self._counts.bytes_moved += piece.size_bytes
-        piece.transfer.rest_piece(error)
+        piece.order.rest_piece(error)
 
     def silent(self, now_s: float, peer_timeout_s: float) -> bool:
         """Something flies, and nothing has landed for `peer_timeout_s`."""
@@ -218,6 +195,13 @@ class Endpoint:
     def due_s(self, peer_timeout_s: float) -> float | None:
         """When it will be silent, unless something lands."""
         return self._moved_s + peer_timeout_s if self._flying and not self.failure else None
+
+    def hung(self, now_s: float, peer_timeout_s: float) -> bool:
+        """It has failed, and for one more timeout UCX has not completed what it was told to cancel: it never will."""
+        if not self.failure or self.ended:
+            return False
+        self._failed_s = self._failed_s or now_s
+        return now_s - self._failed_s > peer_timeout_s + HUNG_S
 
     def fail(self, reason: str) -> None:
         """Post no more, and close by force. `reason` is what waiters read. Twice is fine."""
@@ -239,7 +223,7 @@ class Endpoint:
     def abandon(self) -> None:
         """The worker is gone, and with it all that could touch memory: what still flew will never be reported."""
         for _, piece in self._flying:
-            self._rest(piece, self.failure or "the mover was closed")
+            self._rest(piece, self.failure or "the worker was closed")
         self._flying, self._flying_bytes = [], 0
 
     def _drop_rkeys(self) -> None:

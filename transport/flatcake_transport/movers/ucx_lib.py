@@ -1,10 +1,10 @@
 """libucp by ctypes: which library, its structs, its functions. Thin: what is done with them is in `ucx_worker.py`.
 
-    loaded   libucp.so.0 is in this process already (an engine's own): two in one process share half of their symbols and crash
     system   Debian's libucx0, MOFED: with verbs where the card's libraries are; found by the loader
     wheel    libucx-cu12, libucx-cu13: newer, without verbs; `pip install 'flatcake[ucx]'`
 
-FLATCAKE_UCX_LIB chooses: `system`, `wheel`, or the path of a libucp.so.0. Otherwise the system's comes first where there
+None is ever loaded into an engine or a daemon, which may have one of their own: two in one process share half of their symbols and
+crash. FLATCAKE_UCX_LIB chooses: `system`, `wheel`, or the path of a libucp.so.0. Otherwise the system's comes first where there
 is an RDMA card, which the wheel cannot use, and the wheel comes first elsewhere.
 
 Structs are those of UCX 1.13, the oldest that is taken; later ones only append fields, and every struct says in its mask which
@@ -61,7 +61,6 @@ FLAGS: Final[Mapping[str, int]] = {
     "UCP_WORKER_PARAM_FIELD_THREAD_MODE": 1 << 0,
     "UCS_THREAD_MODE_SERIALIZED": 1,
     "UCP_WORKER_ATTR_FIELD_ADDRESS": 1 << 1,
-    "UCP_ATTR_FIELD_MEMORY_TYPES": 1 << 2,
     "UCP_EP_PARAM_FIELD_REMOTE_ADDRESS": 1 << 0,
     "UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE": 1 << 1,
     "UCP_EP_PARAM_FIELD_ERR_HANDLER": 1 << 2,
@@ -70,7 +69,6 @@ FLAGS: Final[Mapping[str, int]] = {
     "UCP_MEM_MAP_PARAM_FIELD_ADDRESS": 1 << 0,
     "UCP_MEM_MAP_PARAM_FIELD_LENGTH": 1 << 1,
     "UCP_MEM_MAP_PARAM_FIELD_PROT": 1 << 3,
-    "UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE": 1 << 4,
     "UCP_MEM_MAP_PROT_LOCAL_READ": 1 << 0,
     "UCP_MEM_MAP_PROT_LOCAL_WRITE": 1 << 1,
     "UCP_MEM_MAP_PROT_REMOTE_READ": 1 << 8,
@@ -79,7 +77,6 @@ FLAGS: Final[Mapping[str, int]] = {
     "UCP_OP_ATTR_FIELD_MEMORY_TYPE": 1 << 6,
     "UCP_OP_ATTR_FIELD_MEMH": 1 << 8,
     "UCS_MEMORY_TYPE_HOST": 0,
-    "UCS_MEMORY_TYPE_CUDA": 1,
     "UCS_OK": OK,
     "UCS_INPROGRESS": IN_PROGRESS,
     "UCS_ERR_CANCELED": ERR_CANCELED,
@@ -99,16 +96,6 @@ class ContextParams(Structure):
         ("estimated_num_eps", c_size_t),
         ("estimated_num_ppn", c_size_t),
         ("name", c_char_p),
-    )
-
-
-class ContextAttributes(Structure):
-    _fields_ = (
-        ("field_mask", c_uint64),
-        ("request_size", c_size_t),
-        ("thread_mode", c_int),
-        ("memory_types", c_uint64),
-        ("name", c_char * 32),
     )
 
 
@@ -201,16 +188,10 @@ class Ucp:
         p, out = c_void_p, POINTER(c_void_p)
         params = POINTER(RequestParams)
 
-        # Calls of a microsecond keep Python's lock: each time it is given up, a busy thread of the engine's may keep it for 5 ms.
-        held = ctypes.PyDLL(ucp._name, handle=ucp._handle)  # noqa: SLF001 - ctypes has no other way to bind one library twice
-
-        def bind(name: str, result: Any, *arguments: Any, library: ctypes.CDLL = ucp) -> Call:
-            function = getattr(library, name)
+        def bind(name: str, result: Any, *arguments: Any) -> Call:
+            function = getattr(ucp, name)
             function.restype, function.argtypes = result, arguments
             return function  # type: ignore[no-any-return]
-
-        def bind_quick(name: str, result: Any, *arguments: Any) -> Call:
-            return bind(name, result, *arguments, library=held)
 
         self.get_version = bind("ucp_get_version", None, *[POINTER(c_uint)] * 3)
         self.config_read = bind("ucp_config_read", c_int8, c_char_p, c_char_p, out)
@@ -218,28 +199,27 @@ class Ucp:
         self.config_release = bind("ucp_config_release", None, p)
         self.init = bind("ucp_init_version", c_int8, c_uint, c_uint, POINTER(ContextParams), p, out)
         self.cleanup = bind("ucp_cleanup", None, p)
-        self.context_query = bind("ucp_context_query", c_int8, p, POINTER(ContextAttributes))
         self.context_print = bind("ucp_context_print_info", None, p, p)
         self.worker_create = bind("ucp_worker_create", c_int8, p, POINTER(WorkerParams), out)
         self.worker_destroy = bind("ucp_worker_destroy", None, p)
         self.worker_query = bind("ucp_worker_query", c_int8, p, POINTER(WorkerAttributes))
         self.release_address = bind("ucp_worker_release_address", None, p, p)
         self.get_efd = bind("ucp_worker_get_efd", c_int8, p, POINTER(c_int))
-        self.arm = bind_quick("ucp_worker_arm", c_int8, p)
+        self.arm = bind("ucp_worker_arm", c_int8, p)
         self.progress = bind("ucp_worker_progress", c_uint, p)
         self.mem_map = bind("ucp_mem_map", c_int8, p, POINTER(MapParams), out)
         self.mem_unmap = bind("ucp_mem_unmap", c_int8, p, p)
         self.rkey_pack = bind("ucp_rkey_pack", c_int8, p, p, out, POINTER(c_size_t))
         self.rkey_buffer_release = bind("ucp_rkey_buffer_release", None, p)
-        self.rkey_unpack = bind_quick("ucp_ep_rkey_unpack", c_int8, p, c_char_p, out)
-        self.rkey_destroy = bind_quick("ucp_rkey_destroy", None, p)
+        self.rkey_unpack = bind("ucp_ep_rkey_unpack", c_int8, p, c_char_p, out)
+        self.rkey_destroy = bind("ucp_rkey_destroy", None, p)
         self.ep_create = bind("ucp_ep_create", c_int8, p, POINTER(EndpointParams), out)
         self.ep_close = bind("ucp_ep_close_nbx", p, p, params)
-        self.ep_flush = bind_quick("ucp_ep_flush_nbx", p, p, params)
-        self.get = bind_quick("ucp_get_nbx", p, p, p, c_size_t, c_uint64, p, params)
+        self.ep_flush = bind("ucp_ep_flush_nbx", p, p, params)
+        self.get = bind("ucp_get_nbx", p, p, p, c_size_t, c_uint64, p, params)
         self.put = bind("ucp_put_nbx", p, p, p, c_size_t, c_uint64, p, params)
-        self.request_status = bind_quick("ucp_request_check_status", c_int8, p)
-        self.request_free = bind_quick("ucp_request_free", None, p)
+        self.request_status = bind("ucp_request_check_status", c_int8, p)
+        self.request_free = bind("ucp_request_free", None, p)
         ucs.ucs_status_string.restype, ucs.ucs_status_string.argtypes = c_char_p, (c_int8,)
         self._status_string = ucs.ucs_status_string
 
@@ -261,7 +241,7 @@ def status_of(pointer: int | None) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UcxLibrary:
-    """A libucp that is loaded. `origin`: loaded, system, wheel or path."""
+    """A libucp that is loaded. `origin`: system, wheel or path."""
 
     origin: str
     path: str
@@ -285,8 +265,7 @@ def load_ucx(choice: str | None = None) -> UcxLibrary:
             ucp = load()
             ucs = ctypes.CDLL("libucs.so.0", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         except OSError as error:
-            if origin != "loaded":
-                tried.append(f"{origin}: {error}")
+            tried.append(f"{origin}: {error}")
             continue
         found = Ucp(ucp, ucs)
         major, minor, release = c_uint(), c_uint(), c_uint()
@@ -294,13 +273,11 @@ def load_ucx(choice: str | None = None) -> UcxLibrary:
         version = (major.value, minor.value, release.value)
         if version[0] != VERSION_MIN[0] or version[:2] < VERSION_MIN:
             raise Unavailable(f"UCX {version} of {_path_of()} ({origin}): FlatCake takes 1.13 and later 1.x")
-        _be_a_guest(ucs)
         return UcxLibrary(origin, _path_of(), version, found)
     raise Unavailable(f"no UCX can be loaded: {'; '.join(tried)}")
 
 
 def _candidates(choice: str) -> Iterator[tuple[str, Callable[[], ctypes.CDLL]]]:
-    yield "loaded", lambda: ctypes.CDLL(_SONAME, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     ways: dict[str, Callable[[], ctypes.CDLL]] = {"system": lambda: ctypes.CDLL(_SONAME), "wheel": _load_wheel}
     if choice in ways:
         yield choice, ways[choice]
@@ -330,19 +307,6 @@ def _load_folder(library: Path) -> ctypes.CDLL:
         if (library.parent / name).exists():
             ctypes.CDLL(str(library.parent / name))
     return ctypes.CDLL(str(library))
-
-
-def _be_a_guest(ucs: ctypes.CDLL) -> None:
-    """UCX takes SIGSEGV and its like when it is loaded, to print a trace, and writes to standard output. Both are the process's.
-
-    What it would say of a lost peer is in our errors.
-    """
-    if "UCX_HANDLE_ERRORS" not in os.environ and hasattr(ucs, "ucs_debug_disable_signals"):
-        ucs.ucs_debug_disable_signals.restype, ucs.ucs_debug_disable_signals.argtypes = None, ()
-        ucs.ucs_debug_disable_signals()
-    if "UCX_LOG_LEVEL" not in os.environ and hasattr(ucs, "ucs_global_opts_set_value"):
-        ucs.ucs_global_opts_set_value.restype, ucs.ucs_global_opts_set_value.argtypes = c_int8, (c_char_p, c_char_p)
-        ucs.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
 
 
 def _path_of() -> str:

@@ -16,29 +16,23 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
-import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import numpy as np
-
 from flatcake_transport.errors import Unavailable
-from flatcake_transport.movers.ucx_lib import CHOICE
-from flatcake_transport.movers.ucx_server import UcxServer
+from flatcake_transport.movers import ucx_child
 from flatcake_transport.movers.ucx_worker import PEER_TIMEOUT_S
 from flatcake_transport.remote import RemoteMemory, unseal_memory
 
 START_TIMEOUT_S: Final = 60.0  # registering a large arena with a card pins every page of it
 RESTART_S: Final = 0.1  # before a child that died at once is started again; doubled up to RESTART_S_MAX
 RESTART_S_MAX: Final = 10.0
-_STARTED: Final = b"serving: "
-_KEPT_VARIABLES: Final = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", CHOICE)
+STARTED: Final = b"serving: "
+_MODULE: Final = "flatcake_transport.movers.ucx_server"
 
 log = logging.getLogger(__name__)
 
@@ -89,17 +83,7 @@ class UcxProcess:
         self._watcher.join()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        kept = {k: v for k, v in os.environ.items() if k.startswith("UCX_") or k in _KEPT_VARIABLES}
-        kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        child = subprocess.Popen(
-            [sys.executable, "-m", __name__, self._order],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,  # nothing of what it says may lie in a buffer while we wait for it
-            env=kept,
-            pass_fds=[fd for fd, _ in self._regions],
-        )
+        child = ucx_child.spawn(_MODULE, self._order, [fd for fd, _ in self._regions])
         said = b""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         assert child.stdout is not None
@@ -108,15 +92,15 @@ class UcxProcess:
         while hearing.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
             heard = child.stdout.read(4096)
             said += heard
-            line = next((line for line in said.splitlines(keepends=True) if line.startswith(_STARTED)), b"")
+            line = next((line for line in said.splitlines(keepends=True) if line.startswith(STARTED)), b"")
             if line.endswith(b"\n"):
-                words = line.removeprefix(_STARTED).decode().split()
+                words = line.removeprefix(STARTED).decode().split()
                 with self._lock:
                     self._memories = tuple(unseal_memory(bytes.fromhex(word)) for word in words)
                 return child
             if not heard:
                 break
-        _end(child)
+        ucx_child.end(child)
         raise Unavailable(
             f"the process that serves memory to peers does not start: {said.decode(errors='replace').strip()[-500:]}"
         )
@@ -130,13 +114,13 @@ class UcxProcess:
             last = b""
             for line in child.stdout:  # until it ends; read, so that it never waits for a full pipe
                 last = line.strip() or last
-            _end(child)
+            ucx_child.end(child)
             with self._lock:
                 self._memories = ()
                 if self._closed.is_set():
                     return
             log.warning(
-                f"the process that serves memory to peers ended with {child.returncode}, last words: {last.decode(errors='replace')}"
+                f"the process that serves memory to peers ended with {child.returncode}, last words: {ucx_child.last_line(last)}"
             )
             wait_s = RESTART_S if time.monotonic() - started_s > RESTART_S_MAX else min(2 * wait_s, RESTART_S_MAX)
             while not self._revived(wait_s):
@@ -157,35 +141,3 @@ class UcxProcess:
             if self._closed.is_set():
                 child.kill()
         return True
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            pipe.close()
-    child.wait()
-
-
-def _mapped(fd: int, size_bytes: int, protection: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, protection), np.uint8)
-
-
-def main(order: str) -> None:
-    """The child. `order`: regions, options and peer timeout, as the parent wrote them."""
-    regions, options, peer_timeout_s = json.loads(order)
-    server = UcxServer(options=options, peer_timeout_s=peer_timeout_s)
-    sealed = []
-    for fd, size_bytes in regions:
-        try:
-            memory = server.expose(_mapped(fd, size_bytes, mmap.PROT_READ))
-        except Unavailable:  # a card that registers no read-only memory
-            memory = server.expose(_mapped(fd, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
-        sealed.append(memory.sealed().hex())
-    print(_STARTED.decode() + " ".join(sealed), flush=True)  # noqa: T201 - the line that the parent waits for
-    sys.stdin.read()
-    server.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,60 +1,62 @@
-"""The serving side within one process: memory that peers get from. Run by `ucx_process.py`; see there why it runs alone.
+"""The process that serves memory to peers. Run by `ucx_process.py`; see there why it runs alone.
 
-A peer that was told a `RemoteMemory` reads it without another word. Exposed memory stays mapped until `close`: over TCP it is
+A peer that was told a `RemoteMemory` reads it without another word. Exposed memory stays mapped until the end: over TCP it is
 UCX in this process that reads it for the peer, and a late get of memory that is gone would end the process.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+import json
+import os
+import select
+import sys
 
-import numpy as np
-from numpy.typing import NDArray
-
-from flatcake_transport.movers.ucx_lib import UcxLibrary, load_ucx
-from flatcake_transport.movers.ucx_worker import PEER_TIMEOUT_S, READABLE, WRITABLE, UcxWorker
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.movers.ucx_child import map_shared
+from flatcake_transport.movers.ucx_lib import load_ucx
+from flatcake_transport.movers.ucx_process import STARTED
+from flatcake_transport.movers.ucx_worker import READABLE, WRITABLE, UcxWorker
 from flatcake_transport.remote import RemoteMemory
 
 
-class UcxServer:
-    """Exposes memory of this process to peers. Thread-safe.
+def expose(worker: UcxWorker, address: int, size_bytes: int, *, writable: bool = False) -> RemoteMemory:
+    """Register memory for peers to read, until the worker is closed; it stays mapped for so long.
 
     Args:
-        options: UCX options without the prefix, e.g. {"NET_DEVICES": "eth0", "TCP_PORT_RANGE": "7452-7460"}.
+        writable: peers may also put. Where a card checks that, it refuses puts otherwise; over TCP nobody does.
+
+    Raises: Unavailable: it cannot be registered (locked memory, most often).
     """
+    mapped = worker.map(address, size_bytes, protection=WRITABLE if writable else READABLE)
+    return RemoteMemory(worker.address, mapped.rkey, address, size_bytes)
 
-    def __init__(
-        self,
-        library: UcxLibrary | None = None,
-        *,
-        options: Mapping[str, str] | None = None,
-        peer_timeout_s: float = PEER_TIMEOUT_S,
-    ) -> None:
-        """Raises: Unavailable: no UCX here, or it does not start."""
-        self._worker = UcxWorker(library or load_ucx(), options=options, peer_timeout_s=peer_timeout_s)
-        self._lock = threading.Lock()
-        self._exposed: list[NDArray[np.uint8]] = []
 
-    @property
-    def address(self) -> bytes:
-        """Of the worker; a new one with each server."""
-        return self._worker.address
+def serve(worker: UcxWorker, descriptor: int) -> bytes:
+    """Answer peers until something comes from `descriptor`. Returns: what came; nothing: its other end was closed."""
+    worker.watch(descriptor)
+    spoken = select.poll()
+    spoken.register(descriptor, select.POLLIN)
+    while not spoken.poll(0):
+        worker.turn()
+        worker.sleep()
+    return os.read(descriptor, 4096)
 
-    def expose(self, memory: NDArray[np.uint8], *, writable: bool = False) -> RemoteMemory:
-        """Register host memory for peers to read, until `close`. The array is held.
 
-        Args:
-            writable: peers may also put. Where a card checks that, it refuses puts otherwise; over TCP nobody does.
+def main(order: str) -> None:
+    """`order`: regions, options and peer timeout, as the parent wrote them. It ends with its standard input."""
+    regions, options, peer_timeout_s = json.loads(order)
+    worker = UcxWorker(load_ucx(), options=options, peer_timeout_s=peer_timeout_s)
+    sealed = []
+    for fd, size_bytes in regions:
+        try:
+            memory = expose(worker, map_shared(fd, size_bytes, writable=False, populate=False), size_bytes)
+        except Unavailable:  # a card that registers no read-only memory
+            memory = expose(worker, map_shared(fd, size_bytes, populate=False), size_bytes)
+        sealed.append(memory.sealed().hex())
+    print(STARTED.decode() + " ".join(sealed), flush=True)  # noqa: T201 - the line that the parent waits for
+    serve(worker, sys.stdin.fileno())
+    worker.close()
 
-        Raises: Unavailable: it cannot be registered (locked memory, most often), or the server is closed.
-        """
-        address = int(memory.ctypes.data)
-        mapped = self._worker.map(address, len(memory), protection=WRITABLE if writable else READABLE)
-        with self._lock:
-            self._exposed.append(memory)
-        return RemoteMemory(self.address, mapped.rkey, address, len(memory))
 
-    def close(self) -> None:
-        """Peers get errors from here on. Twice is fine."""
-        self._worker.close()
+if __name__ == "__main__":
+    main(sys.argv[1])

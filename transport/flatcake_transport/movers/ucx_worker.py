@@ -1,37 +1,30 @@
-"""One UCX context with one worker, and the one thread that touches them.
+"""One UCX context with one worker, in a process of its own that may die: the one that serves (ucx_server.py), or reads (ucx_reader.py).
 
-Everybody else leaves a command in a queue and an eventfd wakes the thread: no lock of UCX's is needed, and no call of ours can
-meet a worker that is gone. The thread sleeps in `poll` on UCX's own descriptor when nothing moves, also on the serving side,
-where UCX answers gets over TCP by progress: no Python runs for a byte.
+One thread, so no lock of UCX's is needed. It sleeps in `poll` on UCX's own descriptor when nothing moves, also on the serving
+side, where UCX answers gets over TCP by progress: no Python runs for a byte.
 
 Options are set through `ucp_config_modify`, never in the process's environment; a UCX_* that the user has set wins.
 
-Invariants: memory that was mapped is unmapped after the worker that could use it is gone, or on request; `close` comes back
-within twice the peer timeout and some, and then nothing of ours touches memory any more.
+Invariant: memory that was mapped is unmapped after the worker that could use it is gone, or on request.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
 import select
-import threading
 import time
-import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from ctypes import byref, c_int, c_size_t, c_void_p
-from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from typing import Final
 
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.movers.ucx_endpoint import Counts, Endpoint, Piece
 from flatcake_transport.movers.ucx_lib import (
     FLAGS,
-    ContextAttributes,
     ContextParams,
     MapParams,
     OnEndpointError,
@@ -40,11 +33,8 @@ from flatcake_transport.movers.ucx_lib import (
     WorkerParams,
 )
 
-Result = TypeVar("Result")
-
 ENDPOINTS_MAX: Final = 256  # peers at once; the one used longest ago is closed for the next
 PEER_TIMEOUT_S: Final = 5.0
-_CALL_TIMEOUT_S: Final = 60.0  # registering a large arena with a card pins every page of it
 _PROGRESS_ROUNDS_MAX: Final = 64  # before completions and deadlines are looked at again
 _LOCAL: Final = FLAGS["UCP_MEM_MAP_PROT_LOCAL_READ"] | FLAGS["UCP_MEM_MAP_PROT_LOCAL_WRITE"]
 READABLE: Final = _LOCAL | FLAGS["UCP_MEM_MAP_PROT_REMOTE_READ"]
@@ -74,7 +64,7 @@ class Mapped:
 
 
 class UcxWorker:
-    """Thread-safe. Owned by its mover or server, which close it.
+    """One context and worker. Belongs to one thread, which calls `turn` and `sleep` in a loop until `close`.
 
     Args:
         options: UCX options without the prefix, over the defaults, e.g. {"TLS": "tcp", "NET_DEVICES": "eth0"}.
@@ -85,95 +75,10 @@ class UcxWorker:
         self, library: UcxLibrary, *, options: Mapping[str, str] | None = None, peer_timeout_s: float = PEER_TIMEOUT_S
     ) -> None:
         """Raises: Unavailable: UCX does not start with these options."""
-        self.library = library
-        loop = self._loop = _Loop(library, options or {}, peer_timeout_s)
-        self._end = weakref.finalize(self, _Loop.end, loop)
-        loop.started.result(_CALL_TIMEOUT_S)
-        self.address = loop.address
-        self.memory_types = loop.memory_types
-
-    @property
-    def closed(self) -> bool:
-        return self._loop.stopping
-
-    def send(self, address: bytes, pieces: list[Piece], told_s: float = float("inf")) -> None:
-        """Begin the pieces on the endpoint to a peer; each comes to rest. Raises: Unavailable: closed.
-
-        Args:
-            told_s: when we were told of the address; they fail if the peer was lost later.
-        """
-        self._loop.put(lambda: self._loop.begin(address, pieces, told_s))
-
-    def map(self, address: int, size_bytes: int, *, protection: int = _LOCAL, device: str = "cpu") -> Mapped:
-        """Register memory; it must stay mapped until `unmap` or `close`. Raises: Unavailable."""
-        return self._call(lambda loop: loop.map(address, size_bytes, protection, device.startswith("cuda")))
-
-    def unmap(self, mapped: Mapped) -> None:
-        """Takes no lock and does not wait: finalizers call it. Nothing may be moving there."""
-        loop = self._loop
-        loop.put_late(lambda: loop.unmap(mapped.handle))
-
-    def forget(self, address: bytes, reason: str) -> None:
-        """Close the endpoint to a peer that is known to be gone: what moves there fails at once."""
-        loop = self._loop
-        loop.put_late(lambda: loop.forget(address, reason))
-
-    def transports(self) -> list[str]:
-        """Transport and device of each way that UCX has here, e.g. "tcp/eth0"."""
-        return self._call(lambda loop: loop.transports())
-
-    def counts(self) -> Counts:
-        return replace(self._loop.counts)
-
-    def endpoints(self) -> int:
-        return self._loop.endpoints_open
-
-    def close(self) -> None:
-        """Land or fail what moves, then give all back. Twice is fine."""
-        self._end()
-
-    def _call(self, function: Callable[[_Loop], Result]) -> Result:
-        future: Future[Result] = Future()
-        loop = self._loop
-
-        def run() -> None:
-            try:
-                future.set_result(function(loop))
-            except Unavailable as error:
-                future.set_exception(error)
-
-        loop.put(run)
-        return future.result(_CALL_TIMEOUT_S)
-
-
-class _Wake:
-    """An eventfd that is closed with its last user: a number that was closed too early may be somebody else's file."""
-
-    def __init__(self) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def set(self) -> None:
-        os.eventfd_write(self.descriptor, 1)
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.descriptor)
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
-
-
-class _Loop:
-    """What the thread runs, and what it owns. It does not hold the `UcxWorker`: one that is lost ends its thread."""
-
-    def __init__(self, library: UcxLibrary, options: Mapping[str, str], peer_timeout_s: float) -> None:
         self._ucp = library.ucp
         self._version = library.version
-        self._options = options
+        self._options = options or {}
         self._peer_timeout_s = peer_timeout_s
-        self._commands: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()
-        self._wake = _Wake()
         self._endpoints: OrderedDict[bytes, Endpoint] = OrderedDict()
         self._names: dict[int, Endpoint] = {}  # also those that are being closed
         self._names_given = 0
@@ -183,72 +88,30 @@ class _Loop:
         self._mapped: set[int] = set()
         self._context, self._worker = c_void_p(), c_void_p()
         self.address = b""
-        self.memory_types = 0
         self.counts = Counts()
-        self.endpoints_open = 0
-        self.stopping = False
-        self.started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, name="flatcake-ucx", daemon=True)
-        self._thread.start()
-
-    # Any thread.
-
-    def put(self, command: Callable[[], None]) -> None:
-        """Raises: Unavailable: closed."""
-        with self._lock:
-            if self.stopping:
-                raise Unavailable("the UCX mover is closed")
-            self._commands.append(command)
-        self._wake.set()
-
-    def put_late(self, command: Callable[[], None]) -> None:
-        """Without a lock, and without effect after the end: `close` gives everything back anyway."""
-        self._commands.append(command)
-        self._wake.set()
-
-    def end(self) -> None:
-        with self._lock:
-            first, self.stopping = not self.stopping, True
-        if first:
-            self._wake.set()
-        self._thread.join()
-
-    # The thread.
-
-    def _run(self) -> None:
+        self._poller = select.poll()
         try:
-            try:
-                descriptor = self._start()
-            except Unavailable as error:
-                self.started.set_exception(error)
-                return
-            self.started.set_result(None)
-            self._serve(descriptor)
-        finally:
-            with self._lock:
-                self.stopping = True
-            self._finish()
+            self._poller.register(self._start(), select.POLLIN)
+        except Unavailable:
+            self.close()
+            raise
 
-    def _serve(self, descriptor: int) -> None:
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        poller.register(self._wake.descriptor, select.POLLIN)
-        give_up_s: float | None = None
-        while True:
-            self._turn()
-            if self.stopping and not self._commands:
-                now_s = time.monotonic()
-                give_up_s = give_up_s or now_s + 2 * self._peer_timeout_s + 1.0
-                if self._close_endpoints() or now_s > give_up_s:
-                    return
-            if not self._commands and not self._ucp.arm(self._worker):
-                poller.poll(self._sleep_ms())
-                self._wake.clear()
+    @property
+    def endpoints(self) -> int:
+        """Connections that are open, or being closed."""
+        return len(self._names)
 
-    def _turn(self) -> None:
-        """Commands, progress, completions, deadlines."""
-        for _ in range(len(self._commands)):
-            self._commands.popleft()()
+    def watch(self, descriptor: int) -> None:
+        """`sleep` ends also when there is something to read from it."""
+        self._poller.register(descriptor, select.POLLIN)
+
+    def sleep(self) -> None:
+        """Until UCX or what is watched has something to do, or a deadline is over; at once if UCX has it already."""
+        if not self._ucp.arm(self._worker):
+            self._poller.poll(self._sleep_ms())
+
+    def turn(self) -> None:
+        """Progress, completions, deadlines. Raises: Unavailable: UCX does not complete what it was told to cancel."""
         now_s = time.monotonic()
         for endpoint in self._names.values():
             endpoint.post(now_s)
@@ -268,6 +131,8 @@ class _Loop:
                 endpoint.fail(f"the peer answered nothing for {self._peer_timeout_s:g} s")
                 # For one more timeout: whoever tries again what failed must not wait for the same silence again.
                 self._lose(endpoint.address, now_s, self._peer_timeout_s)
+            elif endpoint.hung(now_s, self._peer_timeout_s):
+                raise Unavailable("UCX does not complete what it was told to cancel")
             endpoint.post(now_s)
         self._forget_ended()
 
@@ -285,13 +150,12 @@ class _Loop:
                 del self._endpoints[endpoint.address]
             if endpoint.ended:
                 del self._names[name]
-        self.endpoints_open = len(self._names)
 
     def _sleep_ms(self) -> int | None:
         due = [
             due_s for endpoint in self._names.values() if (due_s := endpoint.due_s(self._peer_timeout_s)) is not None
         ]
-        if self.stopping or any(endpoint.failure for endpoint in self._names.values()):
+        if any(endpoint.failure for endpoint in self._names.values()):
             return 10
         return max(0, int((min(due) - time.monotonic()) * 1e3) + 1) if due else None
 
@@ -299,7 +163,12 @@ class _Loop:
         """UCX calls it within progress: only remember."""
         self._errors.append((name or 0, status))
 
-    def begin(self, address: bytes, pieces: list[Piece], told_s: float) -> None:
+    def send(self, address: bytes, pieces: list[Piece], told_s: float = float("inf")) -> None:
+        """Begin the pieces on the endpoint to a peer; each comes to rest.
+
+        Args:
+            told_s: when we were told of the address; they fail if the peer was lost later.
+        """
         try:
             lost_s, shunned_until_s = self._lost.get(address, (float("-inf"), 0.0))
             if time.monotonic() < shunned_until_s:
@@ -310,7 +179,7 @@ class _Loop:
         except Unavailable as error:
             for piece in pieces:
                 self.counts.failures += 1
-                piece.transfer.rest_piece(str(error))
+                piece.order.rest_piece(str(error))
             return
         endpoint.add(pieces)
 
@@ -321,33 +190,28 @@ class _Loop:
                 idle = next((e for e in self._endpoints.values() if e.idle), None)
                 if idle is None:
                     raise Unavailable(f"{ENDPOINTS_MAX} peers are being read from at once")
-                self.fail(idle.address, "closed for another peer")
+                self._fail(idle.address, "closed for another peer")
             self._names_given += 1
             endpoint = Endpoint(self._ucp, self._worker, self._names_given, address, self._on_error, self.counts)
             self._names[self._names_given] = self._endpoints[address] = endpoint
         self._endpoints.move_to_end(address)
         return endpoint
 
-    def forget(self, address: bytes, reason: str) -> None:
-        self.fail(address, reason)
-        self._lose(address, time.monotonic())
-
-    def fail(self, address: bytes, reason: str) -> None:
+    def _fail(self, address: bytes, reason: str) -> None:
         endpoint = self._endpoints.pop(address, None)
         if endpoint is not None:
             endpoint.fail(reason)
 
-    def map(self, address: int, size_bytes: int, protection: int, on_device: bool) -> Mapped:
+    def map(self, address: int, size_bytes: int, *, protection: int = _LOCAL) -> Mapped:
+        """Register host memory; it must stay mapped until `unmap` or `close`. Raises: Unavailable."""
         ucp = self._ucp
         params = MapParams(
             field_mask=FLAGS["UCP_MEM_MAP_PARAM_FIELD_ADDRESS"]
             | FLAGS["UCP_MEM_MAP_PARAM_FIELD_LENGTH"]
-            | FLAGS["UCP_MEM_MAP_PARAM_FIELD_PROT"]
-            | FLAGS["UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE"],
+            | FLAGS["UCP_MEM_MAP_PARAM_FIELD_PROT"],
             address=address,
             length=size_bytes,
             prot=protection,
-            memory_type=FLAGS["UCS_MEMORY_TYPE_CUDA" if on_device else "UCS_MEMORY_TYPE_HOST"],
         )
         handle, buffer, size = c_void_p(), c_void_p(), c_size_t()
         ucp.check(ucp.mem_map(self._context, params, byref(handle)), f"registering {size_bytes} bytes")
@@ -362,12 +226,13 @@ class _Loop:
         self._mapped.add(handle.value)
         return Mapped(handle.value, rkey)
 
-    def unmap(self, handle: int) -> None:
-        if handle in self._mapped:
-            self._mapped.remove(handle)
-            self._ucp.mem_unmap(self._context, handle)
+    def unmap(self, mapped: Mapped) -> None:
+        """Nothing may be moving there."""
+        self._mapped.remove(mapped.handle)
+        self._ucp.mem_unmap(self._context, mapped.handle)
 
     def transports(self) -> list[str]:
+        """Transport and device of each way that UCX has here, e.g. "tcp/eth0"."""
         libc = ctypes.CDLL(None)
         libc.open_memstream.restype, libc.open_memstream.argtypes = c_void_p, (c_void_p, c_void_p)
         libc.fclose.argtypes, libc.free.argtypes = (c_void_p,), (c_void_p,)
@@ -394,9 +259,6 @@ class _Loop:
             ucp.check(ucp.init(1, 13, params, config, byref(self._context)), "starting")
         finally:
             ucp.config_release(config)
-        attributes = ContextAttributes(field_mask=FLAGS["UCP_ATTR_FIELD_MEMORY_TYPES"])
-        ucp.check(ucp.context_query(self._context, attributes), "asking for memory types")
-        self.memory_types = attributes.memory_types
         ucp.check(ucp.worker_create(self._context, WorkerParams(), byref(self._worker)), "making a worker")
         worker = WorkerAttributes(field_mask=FLAGS["UCP_WORKER_ATTR_FIELD_ADDRESS"])
         ucp.check(ucp.worker_query(self._worker, worker), "asking for the worker's address")
@@ -417,26 +279,19 @@ class _Loop:
             if key in self._options:  # a default that this build does not know is a loss of speed, not a reason to fail
                 self._ucp.check(status, f"option {key}={value}")
 
-    def _close_endpoints(self) -> bool:
-        """Close what is idle; what moves may land. True: none is left."""
-        for endpoint in list(self._endpoints.values()):
-            if endpoint.idle:
-                self.fail(endpoint.address, "the mover was closed")
-        return not self._names
-
-    def _finish(self) -> None:
-        """Give all back. When the worker is gone nothing can touch memory any more, whatever UCX still owed us."""
+    def close(self) -> None:
+        """Give all back. When the worker is gone nothing can touch memory any more, whatever UCX still owed us. Twice is fine."""
         for endpoint in self._names.values():
-            endpoint.fail("the mover was closed")
+            endpoint.fail("the worker was closed")
         if self._worker:
             self._ucp.worker_destroy(self._worker)
         for endpoint in self._names.values():
             endpoint.abandon()
         self._names.clear()
         self._endpoints.clear()
-        self.endpoints_open = 0
         for handle in self._mapped:
             self._ucp.mem_unmap(self._context, handle)
         self._mapped.clear()
         if self._context:
             self._ucp.cleanup(self._context)
+        self._context, self._worker = c_void_p(), c_void_p()
