@@ -18,6 +18,7 @@ from ucx_peer import OPTIONS, PATIENT_S, PEER_TIMEOUT_S, ucx_here
 from waiting import pause, until
 
 from flatcake_client.lease import Lease
+from flatcake_client.records import Run
 from flatcake_client.remote_path import RemoteArena
 from flatcake_client.restore import Restore, RestoreCorrupt, RestoreUnavailable
 from flatcake_client.tools import Tools
@@ -47,10 +48,10 @@ class Node:
         self.arena[:] = self.chain.arena
         self.process = UcxProcess([(self.fd, size)], options=OPTIONS)
         self.movers = Movers()
-        self.tools = Tools(1 << 20, 8 << 20)
+        self.tools = Tools(1 << 20, 8 << 20, buffers=4)
         self.tools.fit(SPEC)
         self.hit = FakeHit(self.chain, verify=verify)
-        self.reported: list[int] = []
+        self.reported: list[Run] = []
         self.leased = True
         self.pages = [np.zeros((BLOCKS, PLANE_BYTES), np.uint8) for _ in range(3)]
 
@@ -108,7 +109,7 @@ def test_damage_there_is_found_and_told(node: Node) -> None:
         restore.wait_layer(2)
     assert 4 + 12 <= caught.value.usable_blocks <= 4 + 12 + 2
     assert node.right(caught.value.usable_blocks)
-    assert node.reported == [int(node.chain.runs[2].segment)]
+    assert node.reported == [node.chain.runs[2]]
 
 
 def test_a_stopped_node_costs_its_blocks_and_one_timeout(node: Node) -> None:
