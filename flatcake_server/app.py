@@ -46,6 +46,7 @@ from flatcake_server.rpc_views import AdminService, Views
 from flatcake_server.session import PathInUse
 from flatcake_server.sizing import SizingPolicy
 from flatcake_server.store import Bounds, Store
+from flatcake_server.uses import tell_uses
 from flatcake_server.views import Reports
 from flatcake_server.web import start_web, web_app
 from flatcake_transport.address import OFFSET_LIMIT, Medium
@@ -342,7 +343,14 @@ class Node:
             self._ticker.cancel()
 
     async def _drain(self) -> None:
-        self._rested = await _in_time(self.retirement.drain(), self.config.drain_timeout)
+        self._rested = await _in_time(self._rest(), self.config.drain_timeout)
+
+    async def _rest(self) -> None:
+        await self.retirement.drain()
+        try:
+            await tell_uses(self.catalog, self.disks)
+        except FlatCakeError as error:
+            log.warning("when sessions were used last is not written down: %s", error)
 
     async def _close_web(self) -> None:
         if self._web is not None:

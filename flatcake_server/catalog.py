@@ -104,6 +104,7 @@ class Catalog:
         self.segments = SegmentMap()
         self.order = ReclaimOrder()
         self.sessions: dict[SessionNo, Session] = {}
+        self.used: set[SessionNo] = set()  # since the journals were told last (uses.py)
         self.segments_in: Counter[int] = Counter()  # by pool
         self.blocks_in: Counter[int] = Counter()
         self.copied_bytes = 0  # of segments that are copies of other nodes' blocks
@@ -303,9 +304,11 @@ class Catalog:
 
     def use(self, chain: list[Session], now_s: float) -> None:
         """A chain was read or written: its sessions are the last to be reclaimed, the deeper before the shallower."""
+        numbers = [session.session_no for session in chain]
         for session in chain:
             session.last_used_s = now_s
-        self.order.touch([session.session_no for session in chain])
+        self.used.update(numbers)
+        self.order.touch(numbers)
 
     def link(self, chain: list[Session]) -> None:
         """Remember that each session of a chain needs the one before it."""

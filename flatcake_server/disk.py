@@ -12,7 +12,9 @@ in `condemned`, counted as releasing, and is tried again.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +32,10 @@ T = TypeVar("T")
 
 # An fsync or a RocksDB write keeps one thread waiting; four keep a disk with a deep queue busy with small work.
 THREADS: Final = 4
+# A path whose oldest work is under way for so long gets no new session while another path is there; and nothing new begins on it at
+# all where it is longer than anybody waits: who asked would be gone, and the turn begun for it would stay.
+SLOW_S: Final = 2.0
+STUCK_S: Final = 10.0
 
 
 class Disk:
@@ -46,6 +52,8 @@ class Disk:
         self.room = asyncio.Lock()  # one reclaim at a time
         self._queue_max = queue_max
         self._queued = 0
+        self._begun_s: dict[int, float] = {}  # work that may write: when it was handed over, oldest first
+        self._works = itertools.count()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"flatcake-disk{pool}")
         self._files: SessionFiles | None = None
         self._journal: Journal | None = None
@@ -87,19 +95,36 @@ class Disk:
             self._files = None
             raise
 
+    @property
+    def waited_s(self) -> float:
+        """How long the oldest work that may write has been under way."""
+        now_s = time.monotonic()
+        return now_s - next(iter(self._begun_s.values()), now_s)
+
     def admit(self) -> None:
         """Ask before work that a client began; what finishes or frees is never turned away.
 
-        Raises: Overloaded: too much waits for this path.
+        Raises: Overloaded: too much waits for this path, or it hangs.
         """
+        if (waited_s := self.waited_s) > STUCK_S:
+            raise Overloaded(f"SSD path {self.path} has not ended its oldest operation for {waited_s:.0f} s")
         if self._queued >= self._queue_max:
             raise Overloaded(f"SSD path {self.path} has {self._queued} operations waiting, disk_queue_max is reached")
 
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
-        """Do blocking work of this path in one of its threads.
+        """Do blocking work of this path in one of its threads: short where the disk is well.
 
         Raises: Unavailable: the path is out of service. What `work` raises.
         """
+        number = next(self._works)
+        self._begun_s[number] = time.monotonic()
+        try:
+            return await self.read(work, *arguments)
+        finally:
+            del self._begun_s[number]
+
+    async def read(self, work: Callable[..., T], *arguments: object) -> T:
+        """As `run`, for work that reads much and says nothing of the disk by how long it takes."""
         if self.failure:
             raise Unavailable(f"SSD path {self.path} is out of service: {self.failure}")
         self._queued += 1

@@ -292,7 +292,7 @@ async def check_files(store: Store) -> list[str]:
 async def _compare_files(store: Store, disk: Disk) -> tuple[list[str], set[FileId]]:
     """Files of other lengths than they should have, and files that belong to nobody."""
     before, moving = await _files_of(store, disk), bool(disk.creating or disk.releasing)
-    listed = await disk.run(disk.files.list)
+    listed = await disk.read(disk.files.list)
     moving = moving or bool(disk.creating or disk.releasing)
     after = await _files_of(store, disk)
     wrong = [
@@ -369,7 +369,7 @@ async def _found_in(store: Store, arena: Arena, session: Session, segment: Segme
         return await work
     disk = store.disks[session.pool]
     path = disk.files.path_of(segment.file_id)
-    return await disk.run(_segment_findings, path, segment.file_offset, session, segment)
+    return await disk.read(_segment_findings, path, segment.file_offset, session, segment)
 
 
 def _segment_findings(path: Path, base: int, session: Session, segment: SegmentRecord) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from flatcake_server.catalog import MEMORY_POOL, Catalog, Session, SessionFile
-from flatcake_server.disk import Disk
+from flatcake_server.disk import SLOW_S, Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.placement import Reason
 from flatcake_server.records import FileId, KeyArray, SessionNo
@@ -184,6 +184,8 @@ class Reserver:
             if not self._disks:
                 raise Overloaded(f"the arena has no {total_bytes} bytes in one piece, and this node has no SSD path")
             reason = str(Reason.MEMORY_FULL)
+        if session.pool in self._disks:
+            self._disks[session.pool].admit()  # before the lock, which a commit that hangs may hold
         async with session.lock:
             file = await self._file_with_room(session, total_bytes)
             file_offset = file.tail
@@ -220,7 +222,7 @@ class Reserver:
         alive = [disk for disk in self._disks.values() if not disk.failure]
         if not alive:
             raise Unavailable("every SSD path is out of service")
-        return max(alive, key=lambda disk: disk.free_bytes)
+        return max(alive, key=lambda disk: (disk.waited_s <= SLOW_S, disk.free_bytes))
 
     async def _create(self, disk: Disk, size_bytes: int, *, drop: bool = True) -> SessionFile:
         disk.admit()

@@ -34,6 +34,7 @@ from flatcake_server.retire import Retirement
 from flatcake_server.segments import SegmentRun
 from flatcake_server.spaces import Spaces
 from flatcake_server.turns import Part, Turn, TurnRequest, plan_parts
+from flatcake_server.uses import TELL_S, tell_uses
 from flatcake_transport.address import MISSING, Medium
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.space import Fingerprint, SpaceSpec
@@ -100,7 +101,7 @@ class Store:
         self._now_s = now_s
         self._wall_s = wall_s
         self._reserved_blocks = 0
-        self._next_trim_s = 0.0
+        self._next_trim_s = self._next_tell_s = 0.0
         self._files_of_lease: dict[int, dict[FileId, Disk]] = {}
 
     # -- clients ---------------------------------------------------------------------------------------------------
@@ -436,3 +437,6 @@ class Store:
         if now_s >= self._next_trim_s:
             self._next_trim_s = now_s + min(trim_after_s / TRIMS_A_PERIOD, TRIM_PAUSE_S_MAX)
             await self.retirement.trim_idle(self._wall_s() - trim_after_s)
+        if now_s >= self._next_tell_s:
+            self._next_tell_s = now_s + TELL_S
+            await tell_uses(self.catalog, self.disks)

@@ -124,7 +124,7 @@ class Core:
         finally:
             disk_module.Journal = real  # type: ignore[misc]
         for disk in node.disks.values():
-            disk.run = self._on_the_loop(disk)  # type: ignore[method-assign]
+            disk.run = disk.read = self._on_the_loop(disk)  # type: ignore[method-assign]
             for name in FAULTS[:-1]:
                 setattr(disk.files, name, self._breakable(name, getattr(disk.files, name)))
         return node

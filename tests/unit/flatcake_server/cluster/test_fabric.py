@@ -46,8 +46,10 @@ def test_where_to_listen_in_ucxs_words():
 
 
 def test_a_node_that_does_not_listen_serves_nothing():
+    arena = Arena(1 << 20, "off")
+
     async def words() -> bytes:
-        fabric = Fabric(None, Arena(1 << 20, "off"), 1.0)
+        fabric = Fabric(None, arena, 1.0)
         await fabric.start()
         try:
             return fabric.words().arena
@@ -55,6 +57,7 @@ def test_a_node_that_does_not_listen_serves_nothing():
             await fabric.close()
 
     assert asyncio.run(words()) == b""
+    arena.close()
 
 
 def test_the_arena_is_served_and_no_longer():
@@ -70,3 +73,4 @@ def test_the_arena_is_served_and_no_longer():
         assert fabric.words().arena == b""
 
     asyncio.run(work())
+    arena.close()

@@ -1,0 +1,47 @@
+"""When sessions were used, for the journals: what is read often and extended seldom must not be the first to go after a restart.
+
+A commit says when it was; a lookup is told once in so long, for all sessions used since, a batch a path. A session is written down
+under its lock, so never after its own end, and only where the journal knows it by a segment. What is lost with a crash is the order of
+the last moments.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from flatcake_server.catalog import Catalog, Session
+from flatcake_server.disk import Disk
+
+TELL_S: Final = 60.0
+BATCH: Final = 1000
+
+
+async def tell_uses(catalog: Catalog, disks: Mapping[int, Disk]) -> None:
+    """Write down when the sessions were used that `catalog.used` names, and forget these. Raises: Unavailable."""
+    used, catalog.used = catalog.used, set()
+    by_pool: dict[int, list[Session]] = defaultdict(list)
+    for number in used:
+        session = catalog.sessions.get(number)
+        if session is not None and session.pool in disks:
+            by_pool[session.pool].append(session)
+    for pool, sessions in by_pool.items():
+        if not disks[pool].failure:
+            for first in range(0, len(sessions), BATCH):
+                await _tell(disks[pool], sessions[first : first + BATCH])
+
+
+async def _tell(disk: Disk, sessions: Iterable[Session]) -> None:
+    # Whoever has a lock writes the session down itself, or ends it.
+    mine = [session for session in sessions if not session.lock.locked()]
+    for session in mine:
+        await session.lock.acquire()
+    try:
+        known = [
+            session for session in mine if not session.gone and any(file.committed_bytes for file in session.files)
+        ]
+        await disk.run(disk.journal.put_session, *(session.record() for session in known))
+    finally:
+        for session in mine:
+            session.lock.release()

@@ -1,0 +1,75 @@
+"""What a restart knows of when sessions were used."""
+
+from __future__ import annotations
+
+import pytest
+from core import Core
+
+from flatcake_server.uses import TELL_S, tell_uses
+from flatcake_transport.space import SpaceSpec
+
+ONE = SpaceSpec("one", "u8", 16, (4096,))
+
+
+@pytest.fixture
+def core(tmp_path):
+    node = Core(tmp_path, paths=2)
+    node.open(ONE)
+    for number, name in enumerate(("read", "written", "forgotten")):
+        node.now_s += 1
+        node.put(ONE, [number, 1, 2], session=name)
+    yield node
+    node.check(data=True)
+    node.close()
+
+
+def order(core):
+    """Of reclaim, the first to go first."""
+    sessions = core.store.catalog.sessions
+    return [sessions[number].name for number in core.store.catalog.order.sessions()]
+
+
+def test_what_is_read_often_is_not_the_first_to_go_after_a_restart(core):
+    assert order(core) == ["read", "written", "forgotten"]
+    core.now_s += TELL_S
+    core.hit(ONE, [0, 1, 2])
+    core.do(core.store.tick(600))
+    assert not core.store.catalog.used
+    core.restart()
+    assert order(core) == ["written", "forgotten", "read"]
+
+
+def test_it_is_told_once_in_so_long(core):
+    core.do(core.store.tick(600))
+    core.hit(ONE, [0, 1, 2])
+    core.do(core.store.tick(600))
+    assert core.store.catalog.used
+    core.now_s += TELL_S
+    core.do(core.store.tick(600))
+    assert not core.store.catalog.used
+
+
+def test_a_journal_hears_of_no_session_that_it_does_not_know_or_that_is_gone(core):
+    before = len(core.records(1).records) + len(core.records(2).records)
+    turn = core.do(core.begin(ONE, [7, 8], session="not committed"))
+    catalog = core.store.catalog
+    gone = catalog.find(ONE.fingerprint, "forgotten")
+    core.hit(ONE, [2, 1, 2])
+    catalog.used.add(turn.session.session_no)
+    core.do(core.store.retirement.drop(gone))
+    core.do(tell_uses(catalog, core.store.disks))
+    core.do(core.abort(turn))
+    assert len(core.records(1).records) + len(core.records(2).records) < before
+    core.restart()
+    assert sorted(order(core)) == ["read", "written"]
+
+
+def test_who_has_the_session_s_lock_writes_it_down_itself(core):
+    session = core.store.catalog.find(ONE.fingerprint, "read")
+    core.hit(ONE, [0, 1, 2])
+
+    async def beside() -> None:
+        async with session.lock:
+            await tell_uses(core.store.catalog, core.store.disks)
+
+    core.do(beside())
