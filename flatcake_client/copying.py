@@ -9,6 +9,7 @@ time of one more copy in memory. What cannot be written is counted by the daemon
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from flatcake_client.keys import KeyArray
@@ -27,19 +28,20 @@ def keep_copy(space: Space, keys: KeyArray, brought: Target, first_block: int, t
     Args:
         keys: the prefix, from the context's first block.
         brought: where its blocks from `first_block` on are.
-        timeout_s: for all of it.
+        timeout_s: for all of it; an engine waits for this, and may want its slots back.
     """
     end = first_block + len(brought.slots)
     if len(keys) > end:  # the engine wanted less of it
         return 0
+    deadline_s = time.monotonic() + timeout_s
     try:
-        with space.begin_copy(keys, min(timeout_s, space.client.timeout_s)) as turn:
+        with space.begin_copy(keys, timeout_s) as turn:
             if turn.parts and turn.blocks.start < first_block:  # the engine has it where nobody told us
                 return 0
             mine = brought.slots[turn.blocks.start - first_block : turn.blocks.stop - first_block]
             for layer, pages in enumerate(brought.pages if turn.parts else ()):
-                turn.write_layer(layer, pages, mine, timeout_s)
-            turn.commit(timeout_s)
+                turn.write_layer(layer, pages, mine, deadline_s - time.monotonic())
+            turn.commit(deadline_s - time.monotonic())
             return sum(part.blocks for part in turn.parts)
     except (FlatCakeError, ValueError) as error:
         log.info("a prefix of another node is not copied: %s", error)

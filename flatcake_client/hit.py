@@ -203,9 +203,8 @@ class Hit:
         for read in restore.remote_reads:
             self._client.bandwidths.add(read, time.monotonic())
         if self._copy_blocks and (brought := restore.brought) is not None:
-            copied = keep_copy(
-                self._space, self.keys[: self._copy_blocks], brought, restore.first_block, restore.left_s()
-            )
+            timeout_s = min(self._client.timeout_s, restore.left_s())
+            copied = keep_copy(self._space, self.keys[: self._copy_blocks], brought, restore.first_block, timeout_s)
             self._client.counts.add("copied_blocks", copied)
 
 
