@@ -299,7 +299,7 @@ def test_a_session_stays_while_it_is_read(core):
         return await real(work, *arguments)
 
     before = session(core).holds
-    core.node.disks[1].run = watched
+    core.node.disks[1].read = watched
     assert data(core) == []
     assert max(held) == before + 1
     assert session(core).holds == before
