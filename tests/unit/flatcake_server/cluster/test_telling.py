@@ -1,0 +1,162 @@
+"""What a node tells its directory, looks for there and sweeps out of it, with a directory that is a set."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cluster_nodes import soon
+from waiting import pause
+
+from flatcake_server.cluster import telling as module
+from flatcake_server.cluster.directory import Holder
+from flatcake_server.cluster.members import Beat, Member, Membership, Verdict
+from flatcake_server.cluster.publisher import Publisher
+from flatcake_server.cluster.sweeper import Sweeper
+from flatcake_server.cluster.telling import Telling
+from flatcake_transport.address import MISSING
+from flatcake_transport.errors import Unavailable
+
+ME, OTHER = Member(1, b"mine" * 4, ""), Member(2, b"away" * 4, "")
+MINE, THEIRS, OLD = Holder(1, b"mine"), Holder(2, b"away"), Holder(2, b"dead")
+KEYS = np.arange(40 * 16, dtype=np.uint8).reshape(40, 16)
+ANCHORS = {KEYS[n - 1].tobytes() for n in (1, 2, 4, 8, 16, 32)}
+
+
+class Directory:
+    def __init__(self) -> None:
+        self.entries: set[tuple[bytes, Holder]] = set()
+        self.silent = False
+
+    def _answer(self) -> None:
+        if self.silent:
+            raise Unavailable("the test's directory is silent")
+
+    async def tell(self, me, batch):
+        self._answer()
+        mine = Holder(me.node_id, me.incarnation[:4])
+        self.entries |= {(key, mine) for key in batch.puts}
+        self.entries -= {(key, mine) for key in batch.withdrawn}
+
+    async def probe(self, keys, *, peer_time_s):
+        self._answer()
+        return [[holder for held, holder in self.entries if held == key] for key in keys]
+
+    async def sweep(self, buckets, dead):
+        self._answer()
+        gone = dead({holder for _, holder in self.entries})
+        before = len(self.entries)
+        self.entries = {entry for entry in self.entries if entry[1] not in gone}
+        return before - len(self.entries)
+
+    def of(self, holder):
+        return {key for key, each in self.entries if each == holder}
+
+
+class Node:
+    """`held`: the keys of its index."""
+
+    def __init__(self) -> None:
+        self.held: set[bytes] = set()
+        self.directory, self.counts = Directory(), Counter()
+        self.membership = Membership(ME, 60.0)
+        catalog = SimpleNamespace(present=self._present, segments=[], watch=None)
+        publisher = Publisher(1e6, audit_s=0.01, audit_keys=2)
+        sweeper = Sweeper(0.5, 0.05, buckets=8, rate_max=1e6)
+        now_s = time.monotonic
+        self.telling = Telling(catalog, self.membership, self.directory, publisher, sweeper, self.counts, now_s)
+        self.watch = catalog.watch
+        self.beat()
+
+    def beat(self) -> None:
+        beat = Beat(Verdict.RENEWED, None, (ME, OTHER))
+        self.telling.beaten(beat, again=self.membership.answered(beat, time.monotonic()))
+
+    def _present(self, keys):
+        return np.where([key.tobytes() in self.held for key in keys], np.uint64(1), np.uint64(MISSING))
+
+    def changes(self, *, visible: bool) -> None:
+        self.held = {key.tobytes() for key in KEYS} if visible else set()
+        self.watch([SimpleNamespace(keys=KEYS, first_block=0, blocks=len(KEYS))], visible)
+
+
+@pytest.fixture
+def node(monkeypatch):
+    for name in ("PUBLISH_PAUSE_S", "PUBLISH_RETRY_S", "SWEEP_PAUSE_S"):
+        monkeypatch.setattr(module, name, 0.005)
+    return Node()
+
+
+def run(node, work):
+    async def together():
+        loops = [asyncio.ensure_future(loop()) for loop in (node.telling.publishes, node.telling.sweeps)]
+        try:
+            await work()
+        finally:
+            for loop in loops:
+                loop.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await loop
+
+    asyncio.run(together())
+
+
+def test_what_is_held_is_told_and_what_went_is_taken_back(node):
+    async def work():
+        node.changes(visible=True)
+        await soon(lambda: node.directory.of(MINE) == ANCHORS)
+        node.changes(visible=False)
+        await soon(lambda: not node.directory.of(MINE))
+
+    run(node, work)
+
+
+def test_what_the_directory_lost_behind_our_back_is_told_again(node):
+    async def work():
+        node.changes(visible=True)
+        await soon(lambda: node.directory.of(MINE) == ANCHORS)
+        node.directory.entries = set()
+        await soon(lambda: node.directory.of(MINE) == ANCHORS)
+        assert node.telling.publisher.stats().missing_total == len(ANCHORS)
+
+    run(node, work)
+
+
+def test_entries_of_the_dead_go_and_those_of_members_stay(node):
+    async def work():
+        node.directory.entries = {(b"k" * 16, holder) for holder in (THEIRS, OLD)}
+        await soon(lambda: node.counts["entries_swept"] == 1)
+        assert node.directory.of(THEIRS) == {b"k" * 16}
+        assert not node.directory.of(OLD)
+
+    run(node, work)
+
+
+def test_a_silent_directory_is_counted_and_told_later(node):
+    async def work():
+        node.directory.silent = True
+        node.changes(visible=True)
+        await soon(lambda: node.counts["directory_failures"] > 3)
+        node.directory.silent = False
+        await soon(lambda: node.directory.of(MINE) == ANCHORS)
+
+    run(node, work)
+
+
+def test_a_node_that_is_not_sure_of_its_number_tells_nothing(node):
+    async def work():
+        node.membership.failed(time.monotonic(), 0.0)
+        node.changes(visible=True)
+        node.directory.entries = {(b"k" * 16, OLD)}
+        await asyncio.to_thread(pause, 0.03)
+        assert node.telling.publisher.stats().pending == len(ANCHORS)
+        assert not any(node.counts.values())
+        node.beat()
+        await soon(lambda: node.directory.of(MINE) == ANCHORS and not node.directory.of(OLD))
+
+    run(node, work)
