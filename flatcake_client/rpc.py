@@ -146,11 +146,10 @@ class Rpc:
             pin=pin,
             remote=remote,
         )
-        told_s = time.monotonic()
         reply = self._call(self._stub.Lookup, request, timeout_s)
         self._check_incarnation(welcome, reply.incarnation)
         runs = tuple([_run(run) for run in reply.runs])
-        nodes = tuple([_node(node, told_s) for node in reply.nodes])
+        nodes = tuple([_node(node) for node in reply.nodes])
         if nodes:  # what this client cannot read is no part of its hit
             far, near = {node.node_id: node for node in nodes}, welcome.node_id
             runs = tuple(
@@ -271,9 +270,8 @@ class Rpc:
                 for each in ranges
             ],
         )
-        told_s = time.monotonic()
         reply = self._call(self._stub.Stage, request, timeout_s)
-        return StagedRanges(unseal_memory(reply.memory, told_s), reply.offset, reply.staged_id, reply.ttl_ms / 1000)
+        return StagedRanges(unseal_memory(reply.memory), reply.offset, reply.staged_id, reply.ttl_ms / 1000)
 
     def unstage(
         self, welcome: Welcome, lease_id: int, node_id: int, staged_ids: Sequence[int], timeout_s: float
@@ -337,9 +335,9 @@ def _run(run: store_pb2.Run) -> Run:
     )
 
 
-def _node(node: store_pb2.RemoteNode, told_s: float) -> RemoteNode:
+def _node(node: store_pb2.RemoteNode) -> RemoteNode:
     try:
-        arena = unseal_memory(node.fabric.arena, told_s) if node.fabric.arena else None
+        arena = unseal_memory(node.fabric.arena) if node.fabric.arena else None
     except ValueError as error:  # another version of the words: a miss, and not an end of the engine
         log.warning("the memory of node %d cannot be read: %s", node.node_id, error)
         arena = None

@@ -9,13 +9,12 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from redis_server import free_port
 from ucx_peer import OPTIONS, PATIENT_S, pattern, ucx_here
 from waiting import until
 
@@ -33,12 +32,12 @@ SIZE = 16 << 20
 class Served:
     """A memfd that is mapped here and served by a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, str] = OPTIONS) -> None:
         self.fd = os.memfd_create("served")
         os.ftruncate(self.fd, SIZE)
         self.bytes = np.frombuffer(mmap.mmap(self.fd, SIZE), np.uint8)
         self.bytes[:] = pattern(SIZE)
-        self.process = UcxProcess([(self.fd, SIZE)], options=OPTIONS, peer_timeout_s=PATIENT_S)
+        self.process = UcxProcess([(self.fd, SIZE)], options=options, peer_timeout_s=PATIENT_S)
 
     @property
     def memory(self) -> RemoteMemory:
@@ -117,24 +116,29 @@ def test_a_dead_one_is_started_again_under_another_address(served: Served, mover
     assert np.array_equal(read(mover, served), pattern(SIZE))
 
 
-def test_what_was_told_before_a_peer_was_lost_is_not_used_after(served: Served, mover: UcxMover) -> None:
-    """Another process may listen at its port by then, and UCX would get those addresses there, in another arena."""
-    read(mover, served)
-    told = replace(served.memory, told_s=time.monotonic())
-    target = np.zeros(4096, np.uint8)
-    fetch(mover, told, target).wait(30)
-    restarts = served.process.restarts
+def test_whoever_comes_with_the_words_of_an_earlier_process_gets_nothing_and_ends_nothing() -> None:
+    """At the same port, where UCX gets the same addresses in another arena."""
+    ucx_here()
+    port = free_port()
+    served = Served(OPTIONS | {"TCP_PORT_RANGE": f"{port}-{port}"})
+    mover, late = (UcxMover(options=OPTIONS, peer_timeout_s=PATIENT_S) for _ in range(2))
+    told, target = served.memory, np.zeros(4096, np.uint8)
     os.kill(served.process._child.pid, signal.SIGKILL)
-    until(lambda: served.process.restarts == restarts + 1)
-
-    def refused() -> bool:
-        try:
-            fetch(mover, told, target).wait(30)
-        except Unavailable as error:
-            return "lost since" in str(error)
-        return False
-
-    until(refused)
+    until(lambda: served.process.restarts == 1)
+    until(served.up)
+    for each in (mover, late):  # also one that is connected to the process that is there
+        with pytest.raises(Unavailable, match="another process is there"):
+            fetch(each, told, target).wait(30)
+        assert not target.any()
+        fetch(each, served.memory, target).wait(30)
+        assert np.array_equal(target, pattern(4096))
+        target[:] = 0
+        with pytest.raises(Unavailable, match="another process is there"):
+            fetch(each, told, target).wait(30)
+    assert not target.any()
+    assert served.process.restarts == 1
+    for each in (mover, late, served):
+        each.close()
 
 
 def test_a_get_of_what_is_not_there_costs_that_process_only(served: Served, mover: UcxMover) -> None:

@@ -1,11 +1,13 @@
 """An endpoint over a UCX of our own, which completes, fails and stays silent as Hypothesis likes.
 
-The law: a piece rests exactly once, and never while its request is open; after a failure nothing is posted, and once UCX has
-completed everything the endpoint has ended and every key was given back.
+The law: a piece rests exactly once, and never while its request is open; nothing is posted before the mark of the server has
+landed and is the right one, nor after a failure; and once UCX has completed everything the endpoint has ended and every key was
+given back.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from ctypes import c_void_p
 from functools import partial
@@ -18,15 +20,20 @@ from flatcake_transport.errors import Unavailable
 from flatcake_transport.movers import ucx_endpoint
 from flatcake_transport.movers.ucx_endpoint import Counts, Endpoint, Order, Piece
 from flatcake_transport.movers.ucx_lib import ERR_CANCELED, IN_PROGRESS, OnEndpointError
+from flatcake_transport.remote import Server
 
 PEER_TIMEOUT_S = 5.0
 TOP = 1 << 64
+MARK_AT = 4096
+PEER = Server(b"peer", b"a mark of 16 byt", MARK_AT, b"mark's key")
 
 
 class FakeUcp:
-    """Requests are numbers; `open` has the status of each that was not freed yet."""
+    """Requests are numbers; `open` has the status of each that was not freed yet. `mark`: what stands in the peer."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: bytes = PEER.mark) -> None:
+        self.mark = mark
+        self.marks = 0
         self.open: dict[int, int] = {}
         self.made = 0
         self.rkeys = 0
@@ -53,10 +60,16 @@ class FakeUcp:
     def ep_create(self, *_: Any) -> int:
         return 0
 
-    def get(self, _endpoint: Any, local: int, size: int, *_: Any) -> Any:
+    def get(self, _endpoint: Any, local: int, size: int, remote: int, *_: Any) -> Any:
         assert not self.closed
         assert self.closing is None
-        self.posted.append((local, size))
+        if remote == MARK_AT:
+            self.marks += 1
+            assert self.marks == 1, "one small get a connection"
+            ctypes.memmove(local, self.mark, size)
+        else:
+            assert self.mark == PEER.mark, "posted to another server than was told of"
+            self.posted.append((local, size))
         return self._begin()
 
     put = get
@@ -95,7 +108,7 @@ class FakeUcp:
 
 
 def make(ucp: FakeUcp) -> Endpoint:
-    return Endpoint(ucp, c_void_p(), 1, b"peer", OnEndpointError(lambda *_: None), Counts())  # type: ignore[arg-type]
+    return Endpoint(ucp, c_void_p(), 1, PEER.encode(), OnEndpointError(lambda *_: None), Counts())  # type: ignore[arg-type]
 
 
 def counted(rested: Counter[int], at: int, _error: str) -> None:
@@ -113,9 +126,9 @@ STEP = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(STEP, max_size=40))
-def test_every_piece_rests_once_and_only_after_its_request(steps: list[tuple[Any, ...]]) -> None:
-    ucp = FakeUcp()
+@given(st.lists(STEP, max_size=40), st.sampled_from([PEER.mark] * 4 + [b"another's mark.."]))
+def test_every_piece_rests_once_and_only_after_its_request(steps: list[tuple[Any, ...]], mark: bytes) -> None:
+    ucp = FakeUcp(mark)
     endpoint, now_s = make(ucp), 0.0
     orders: list[Order] = []
     rested: Counter[int] = Counter()
@@ -148,6 +161,8 @@ def test_every_piece_rests_once_and_only_after_its_request(steps: list[tuple[Any
         flying = sum(piece.size_bytes for _, piece in endpoint._flying)
         assert flying <= ucx_endpoint.FLYING_BYTES_MAX or len(endpoint._flying) == 1
         assert {request for request, _ in endpoint._flying} == set(ucp.open) - {ucp.closing}
+        if any(piece.remote == MARK_AT for _, piece in endpoint._flying):
+            assert len(endpoint._flying) == 1, "nothing else before the mark has landed"
         for at, order in enumerate(orders):
             open_pieces = [p for _, p in endpoint._flying if p.order is order]
             open_pieces += [p for p in endpoint._waiting if p.order is order]

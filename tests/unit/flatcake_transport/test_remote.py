@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatcake_transport.remote import RemoteMemory, unseal_memory
+from flatcake_transport.remote import RemoteMemory, Server, decode_server, unseal_memory
 
 MEMORY = RemoteMemory(b"worker address", b"key", 0x7F00_0000_0000, 1 << 40)
 
@@ -10,6 +10,13 @@ MEMORY = RemoteMemory(b"worker address", b"key", 0x7F00_0000_0000, 1 << 40)
 def test_a_seal_keeps_all() -> None:
     assert unseal_memory(MEMORY.sealed()) == MEMORY
     assert unseal_memory(RemoteMemory(b"", b"", 0, 0).sealed()) == RemoteMemory(b"", b"", 0, 0)
+
+
+def test_a_server_keeps_all() -> None:
+    server = Server(b"worker address", b"sixteen bytes ..", 0x4643_0000_0000, b"key")
+    assert decode_server(server.encode()) == server
+    with pytest.raises(ValueError, match="no server"):
+        decode_server(b"worker address")
 
 
 @pytest.mark.parametrize("at", range(len(MEMORY.sealed())))

@@ -159,7 +159,7 @@ class UcxMover:
             pieces = by_peer.setdefault((remote.memory, put), [])
             pieces.append((*place, remote.size_bytes, remote.memory.base + remote.offset))
         orders = [
-            PieceOrder(0, memory.worker, memory.rkey, memory.told_s, put, pieces[at : at + PIECES_MAX])
+            PieceOrder(0, memory.worker, memory.rkey, put, pieces[at : at + PIECES_MAX])
             for (memory, put), pieces in by_peer.items()
             for at in range(0, len(pieces), PIECES_MAX)
         ]

@@ -60,14 +60,24 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 def map_shared(fd: int, size_bytes: int, *, writable: bool = True, populate: bool = True) -> int:
     """In the child: its address. `populate`: every page that is there is mapped at once. Raises: OSError."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+    return _mmap(0, size_bytes, protection, flags, fd)
+
+
+def mmap_near(address: int, size_bytes: int) -> int:
+    """Memory of our own, at that address if it is free. Raises: OSError."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return _mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
+
+
+def _mmap(near: int, size_bytes: int, protection: int, flags: int, fd: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-    address: int = libc.mmap(None, size_bytes, protection, flags, fd, 0)
+    address: int = libc.mmap(near, size_bytes, protection, flags, fd, 0)
     if address == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), f"{size_bytes} bytes of shared memory cannot be mapped")
+        raise OSError(ctypes.get_errno(), f"{size_bytes} bytes of memory cannot be mapped")
     return address
 
 

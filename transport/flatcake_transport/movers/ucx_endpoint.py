@@ -8,6 +8,8 @@ Invariants:
 - An endpoint that failed posts nothing more: its waiting pieces fail at once; it is closed by force, which makes UCX complete
   the flying ones (a queue pair in its error state flushes; a reply that comes late finds no request and is dropped); its keys
   are given back after the last of them. Then it is `ended`, and the next get makes another one.
+- The first get on it is of the server's mark, and nothing else is posted before that has landed and is the one we were told: else
+  another process is there than the one that the words are of, and the endpoint fails.
 - A peer that answers nothing for `peer_timeout_s` while something is flying has failed. The kernel of a stopped process goes on
   answering for it, so UCX's own keepalive does not see it.
 """
@@ -16,12 +18,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from ctypes import byref, c_char_p, c_void_p, cast
+from ctypes import addressof, byref, c_char_p, c_void_p, cast, create_string_buffer
 from dataclasses import dataclass
 from typing import Any, Final
 
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.movers.ucx_lib import FLAGS, IN_PROGRESS, EndpointParams, RequestParams, Ucp, status_of
+from flatcake_transport.remote import decode_server
 
 CHUNK_BYTES: Final = 4 << 20  # 1 ms at 4 GB/s: often enough to see that a peer is alive, and a request costs some 10 us
 FLYING_BYTES_MAX: Final = 64 << 20  # on one endpoint; 2.5 ms of a link of 25 GB/s, ten times its round trip
@@ -74,13 +77,17 @@ class Counts:
 class Endpoint:
     """See above. `name` tells the error callback which endpoint it is."""
 
-    def __init__(self, ucp: Ucp, worker: c_void_p, name: int, address: bytes, on_error: Any, counts: Counts) -> None:
-        """Raises: Unavailable: UCX has no way to that address."""
+    def __init__(self, ucp: Ucp, worker: c_void_p, name: int, server: bytes, on_error: Any, counts: Counts) -> None:
+        """Raises: Unavailable: UCX has no way to that server's address, or it is none."""
+        try:
+            told = decode_server(server)
+        except ValueError as error:
+            raise Unavailable(str(error)) from error
         params = EndpointParams(
             field_mask=FLAGS["UCP_EP_PARAM_FIELD_REMOTE_ADDRESS"]
             | FLAGS["UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE"]
             | FLAGS["UCP_EP_PARAM_FIELD_ERR_HANDLER"],
-            address=cast(c_char_p(address), c_void_p),
+            address=cast(c_char_p(told.address), c_void_p),
             err_mode=FLAGS["UCP_ERR_HANDLING_MODE_PEER"],
             err_handler_cb=on_error,
             err_handler_arg=name,
@@ -88,7 +95,7 @@ class Endpoint:
         self._ucp = ucp
         self._handle = c_void_p()
         ucp.check(ucp.ep_create(worker, params, byref(self._handle)), "connecting to a peer")
-        self.address = address
+        self.server = server
         self._counts = counts
         self._waiting: deque[Piece] = deque()
         self._flying: list[tuple[int, Piece]] = []
@@ -99,6 +106,10 @@ class Endpoint:
         self._closing: int | None = None  # the request that closes it
         self._closed = False
         self.failure = ""
+        self._mark, self._read_mark = told.mark, create_string_buffer(len(told.mark))
+        self._proved = False
+        order = Order(1, self._compare)
+        self.add([Piece(order, addressof(self._read_mark), len(told.mark), told.mark_at, told.mark_rkey, None, False)])
         counts.endpoints_made += 1
 
     @property
@@ -109,6 +120,12 @@ class Endpoint:
     def ended(self) -> bool:
         return self._closed and not self._flying
 
+    def _compare(self, error: str) -> None:
+        """The get of the mark rests."""
+        self._proved = not error and self._read_mark.raw == self._mark
+        if not self._proved:
+            self.fail(error or "another process is there than the one that was told of")
+
     def add(self, pieces: list[Piece]) -> None:
         self._waiting.extend(pieces)
 
@@ -116,7 +133,7 @@ class Endpoint:
         """Let fly what may."""
         while self._waiting and not self.failure:
             piece = self._waiting[0]
-            if self._flying and self._flying_bytes + piece.size_bytes > FLYING_BYTES_MAX:
+            if self._flying and (not self._proved or self._flying_bytes + piece.size_bytes > FLYING_BYTES_MAX):
                 return
             self._waiting.popleft()
             if piece.order.cancelled:

@@ -6,8 +6,6 @@
 Invariants:
 - An order rests once: when the process says so, or when the process is dead and reaped. Until then its memory may be written.
 - A process that is up and has orders answers within its time-outs, or is killed. So every order rests, whatever UCX does.
-- What peers were told to have before a death is not used after it: with the process went the knowledge which of them were lost,
-  and another process may listen at such a port by then.
 - During the pause after a death orders fail at once, and `up` says that nobody should count on us. It doubles from death to death.
 
 One thread, which is also the parent that the process dies with.
@@ -91,7 +89,6 @@ class ReaderLink:
         self.process_id = 0  # of that
         self._heard_s = self._retry_s = 0.0
         self._asked_s: float | None = None  # since when an answer to a ping is awaited
-        self._died_s = float("-inf")
         self._pause_s = PAUSE_S
         self._lost_before = 0  # peers, by earlier processes
         self._counts = LinkCounts()
@@ -149,8 +146,6 @@ class ReaderLink:
             failure = self.refusal
             if time.monotonic() < self._retry_s:
                 failure = "the process that reads other nodes' memory died a moment ago"
-            elif order.told_s <= self._died_s:
-                failure = "the process that reads other nodes' memory died since the peer was found"
             if failure:
                 self._counts.failures += len(order.pieces)
             else:
@@ -376,9 +371,9 @@ class ReaderLink:
             self._lost_before = self._counts.peers_lost
             self._counts.failures += sum(each.commands for each in out)
             if why and not self.refusal:
-                self._died_s = time.monotonic()
+                died_s = time.monotonic()
                 self._counts.deaths += 1
-                self._retry_s, self._pause_s = self._died_s + self._pause_s, min(2 * self._pause_s, PAUSE_S_MAX)
+                self._retry_s, self._pause_s = died_s + self._pause_s, min(2 * self._pause_s, PAUSE_S_MAX)
         failure = "the mover was closed"
         if self.refusal and why:
             failure = why

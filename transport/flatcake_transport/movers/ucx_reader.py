@@ -96,7 +96,7 @@ class Reader:
             pieces.append(Piece(order, local, size, remote, told.rkey, memh, told.put))
         if told.put:
             pieces.append(Piece(order, 0, 0, 0, b"", None, True))
-        self._worker.send(told.worker, pieces, told.told_s)
+        self._worker.send(told.worker, pieces)
 
 
 def main(order: str) -> None:

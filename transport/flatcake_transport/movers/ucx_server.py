@@ -28,7 +28,7 @@ def expose(worker: UcxWorker, address: int, size_bytes: int, *, writable: bool =
     Raises: Unavailable: it cannot be registered (locked memory, most often).
     """
     mapped = worker.map(address, size_bytes, protection=WRITABLE if writable else READABLE)
-    return RemoteMemory(worker.address, mapped.rkey, address, size_bytes)
+    return RemoteMemory(worker.server().encode(), mapped.rkey, address, size_bytes)
 
 
 def serve(worker: UcxWorker, descriptor: int) -> bytes:

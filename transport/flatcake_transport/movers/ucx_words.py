@@ -29,7 +29,7 @@ Place = tuple[int, int, int, int]  # in which window, from where, how much, its 
 
 _NUMBERS: Final = struct.Struct("<B7xQQ")  # kind, number, id
 _PLACE: Final = struct.Struct("<4Q")
-_ORDER: Final = struct.Struct("<BBHHHQd")  # kind, put, bytes of worker address and key, pieces, id, told_s
+_ORDER: Final = struct.Struct("<BBHHHQ")  # kind, put, bytes of worker and key, pieces, id
 
 
 class Kind(IntEnum):
@@ -59,12 +59,11 @@ class Word:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceOrder:
-    """Gets, or puts, between windows and one region of one peer. `told_s`: see `RemoteMemory`."""
+    """Gets, or puts, between windows and one region of one peer; `worker` and `rkey` as in `RemoteMemory`."""
 
     id: int
     worker: bytes
     rkey: bytes
-    told_s: float
     put: bool
     pieces: Sequence[Place]
 
@@ -76,9 +75,7 @@ def encode_word(word: Word) -> bytes:
 
 def encode_order(order: PieceOrder) -> bytes:
     """Raises: ValueError: more pieces, or a longer address and key, than a message takes."""
-    head = _ORDER.pack(
-        Kind.ORDER, order.put, len(order.worker), len(order.rkey), len(order.pieces), order.id, order.told_s
-    )
+    head = _ORDER.pack(Kind.ORDER, order.put, len(order.worker), len(order.rkey), len(order.pieces), order.id)
     message = b"".join((head, order.worker, order.rkey, *(_PLACE.pack(*piece) for piece in order.pieces)))
     if len(order.pieces) > PIECES_MAX or len(message) > MESSAGE_BYTES_MAX:
         raise ValueError(f"an order of {len(order.pieces)} pieces and {len(message)} bytes")
@@ -91,13 +88,13 @@ def decode(message: bytes) -> Word | PieceOrder:
         return _word(message)
     if len(message) < _ORDER.size:
         raise ValueError(f"an order of {len(message)} bytes")
-    _, put, worker_bytes, rkey_bytes, count, order_id, told_s = _ORDER.unpack_from(message)
+    _, put, worker_bytes, rkey_bytes, count, order_id = _ORDER.unpack_from(message)
     key_at = _ORDER.size + worker_bytes
     at = key_at + rkey_bytes
     if len(message) != at + count * _PLACE.size:
         raise ValueError(f"an order of {len(message)} bytes cannot hold {count} pieces")
     pieces = list(_PLACE.iter_unpack(message[at:]))
-    return PieceOrder(order_id, message[_ORDER.size : key_at], message[key_at:at], told_s, bool(put), pieces)
+    return PieceOrder(order_id, message[_ORDER.size : key_at], message[key_at:at], bool(put), pieces)
 
 
 def _word(message: bytes) -> Word:

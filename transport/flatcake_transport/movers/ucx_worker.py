@@ -11,6 +11,7 @@ Invariant: memory that was mapped is unmapped after the worker that could use it
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
 import select
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from flatcake_transport.errors import Unavailable
+from flatcake_transport.movers.ucx_child import mmap_near, unmap_shared
 from flatcake_transport.movers.ucx_endpoint import Counts, Endpoint, Piece
 from flatcake_transport.movers.ucx_lib import (
     FLAGS,
@@ -32,9 +34,13 @@ from flatcake_transport.movers.ucx_lib import (
     WorkerAttributes,
     WorkerParams,
 )
+from flatcake_transport.remote import MARK_BYTES, Server
 
 ENDPOINTS_MAX: Final = 256  # peers at once; the one used longest ago is closed for the next
 PEER_TIMEOUT_S: Final = 5.0
+# Where every process that serves has its mark, if the place is free: whoever comes with the words of an earlier process reads the
+# mark of this one, and not an address that is not there, which would end it.
+MARK_AT: Final = 0x4643_0000_0000
 _PROGRESS_ROUNDS_MAX: Final = 64  # before completions and deadlines are looked at again
 _LOCAL: Final = FLAGS["UCP_MEM_MAP_PROT_LOCAL_READ"] | FLAGS["UCP_MEM_MAP_PROT_LOCAL_WRITE"]
 READABLE: Final = _LOCAL | FLAGS["UCP_MEM_MAP_PROT_REMOTE_READ"]
@@ -82,12 +88,14 @@ class UcxWorker:
         self._endpoints: OrderedDict[bytes, Endpoint] = OrderedDict()
         self._names: dict[int, Endpoint] = {}  # also those that are being closed
         self._names_given = 0
-        self._lost: dict[bytes, tuple[float, float]] = {}  # peer -> when, and until when it is shunned; oldest first
+        self._shunned: dict[bytes, float] = {}  # peer -> until when; oldest first
         self._errors: deque[tuple[int, int]] = deque()
         self._on_error = OnEndpointError(self._note_error)
         self._mapped: set[int] = set()
         self._context, self._worker = c_void_p(), c_void_p()
-        self.address = b""
+        self._address = b""
+        self._server: Server | None = None
+        self._mark = 0
         self.counts = Counts()
         self._poller = select.poll()
         try:
@@ -123,31 +131,29 @@ class UcxWorker:
             name, status = self._errors.popleft()
             if name in self._names:
                 self._names[name].fail(f"the peer is gone: UCX: {self._ucp.text(status)}")
-                self._lose(self._names[name].address, time.monotonic())
         now_s = time.monotonic()
         for endpoint in self._names.values():
             endpoint.reap(now_s)
             if endpoint.silent(now_s, self._peer_timeout_s):
                 endpoint.fail(f"the peer answered nothing for {self._peer_timeout_s:g} s")
                 # For one more timeout: whoever tries again what failed must not wait for the same silence again.
-                self._lose(endpoint.address, now_s, self._peer_timeout_s)
+                self._shun(endpoint.server, now_s + self._peer_timeout_s)
             elif endpoint.hung(now_s, self._peer_timeout_s):
                 raise Unavailable("UCX does not complete what it was told to cancel")
             endpoint.post(now_s)
         self._forget_ended()
 
-    def _lose(self, address: bytes, now_s: float, shun_s: float = 0.0) -> None:
-        """What was told of the peer up to now holds no more, and for `shun_s` nothing that is told of it."""
-        self._lost.pop(address, None)
-        self._lost[address] = now_s, now_s + shun_s
-        if len(self._lost) > ENDPOINTS_MAX:
-            del self._lost[next(iter(self._lost))]
+    def _shun(self, server: bytes, until_s: float) -> None:
+        self._shunned.pop(server, None)
+        self._shunned[server] = until_s
+        if len(self._shunned) > ENDPOINTS_MAX:
+            del self._shunned[next(iter(self._shunned))]
 
     def _forget_ended(self) -> None:
         for name in [name for name, endpoint in self._names.items() if endpoint.failure]:
             endpoint = self._names[name]
-            if self._endpoints.get(endpoint.address) is endpoint:
-                del self._endpoints[endpoint.address]
+            if self._endpoints.get(endpoint.server) is endpoint:
+                del self._endpoints[endpoint.server]
             if endpoint.ended:
                 del self._names[name]
 
@@ -163,19 +169,12 @@ class UcxWorker:
         """UCX calls it within progress: only remember."""
         self._errors.append((name or 0, status))
 
-    def send(self, address: bytes, pieces: list[Piece], told_s: float = float("inf")) -> None:
-        """Begin the pieces on the endpoint to a peer; each comes to rest.
-
-        Args:
-            told_s: when we were told of the address; they fail if the peer was lost later.
-        """
+    def send(self, server: bytes, pieces: list[Piece]) -> None:
+        """Begin the pieces on the endpoint to a peer, a `Server`; each comes to rest."""
         try:
-            lost_s, shunned_until_s = self._lost.get(address, (float("-inf"), 0.0))
-            if time.monotonic() < shunned_until_s:
+            if time.monotonic() < self._shunned.get(server, 0.0):
                 raise Unavailable("the peer answered nothing a moment ago")  # noqa: TRY301
-            if told_s <= lost_s:
-                raise Unavailable("the peer was lost since it was found: another one may be there")  # noqa: TRY301
-            endpoint = self._endpoint(address)
+            endpoint = self._endpoint(server)
         except Unavailable as error:
             for piece in pieces:
                 self.counts.failures += 1
@@ -183,22 +182,22 @@ class UcxWorker:
             return
         endpoint.add(pieces)
 
-    def _endpoint(self, address: bytes) -> Endpoint:
-        endpoint = self._endpoints.get(address)
+    def _endpoint(self, server: bytes) -> Endpoint:
+        endpoint = self._endpoints.get(server)
         if endpoint is None or endpoint.failure:
             if len(self._endpoints) >= ENDPOINTS_MAX:
                 idle = next((e for e in self._endpoints.values() if e.idle), None)
                 if idle is None:
                     raise Unavailable(f"{ENDPOINTS_MAX} peers are being read from at once")
-                self._fail(idle.address, "closed for another peer")
+                self._fail(idle.server, "closed for another peer")
             self._names_given += 1
-            endpoint = Endpoint(self._ucp, self._worker, self._names_given, address, self._on_error, self.counts)
-            self._names[self._names_given] = self._endpoints[address] = endpoint
-        self._endpoints.move_to_end(address)
+            endpoint = Endpoint(self._ucp, self._worker, self._names_given, server, self._on_error, self.counts)
+            self._names[self._names_given] = self._endpoints[server] = endpoint
+        self._endpoints.move_to_end(server)
         return endpoint
 
-    def _fail(self, address: bytes, reason: str) -> None:
-        endpoint = self._endpoints.pop(address, None)
+    def _fail(self, server: bytes, reason: str) -> None:
+        endpoint = self._endpoints.pop(server, None)
         if endpoint is not None:
             endpoint.fail(reason)
 
@@ -231,6 +230,16 @@ class UcxWorker:
         self._mapped.remove(mapped.handle)
         self._ucp.mem_unmap(self._context, mapped.handle)
 
+    def server(self) -> Server:
+        """How peers name us. Raises: Unavailable: our mark cannot be registered."""
+        if self._server is None:
+            self._mark = mmap_near(MARK_AT, mmap.PAGESIZE)
+            value = os.urandom(MARK_BYTES)
+            ctypes.memmove(self._mark, value, MARK_BYTES)
+            rkey = self.map(self._mark, mmap.PAGESIZE, protection=READABLE).rkey
+            self._server = Server(self._address, value, self._mark, rkey)
+        return self._server
+
     def transports(self) -> list[str]:
         """Transport and device of each way that UCX has here, e.g. "tcp/eth0"."""
         libc = ctypes.CDLL(None)
@@ -262,7 +271,7 @@ class UcxWorker:
         ucp.check(ucp.worker_create(self._context, WorkerParams(), byref(self._worker)), "making a worker")
         worker = WorkerAttributes(field_mask=FLAGS["UCP_WORKER_ATTR_FIELD_ADDRESS"])
         ucp.check(ucp.worker_query(self._worker, worker), "asking for the worker's address")
-        self.address = ctypes.string_at(worker.address, worker.address_length)
+        self._address = ctypes.string_at(worker.address, worker.address_length)
         ucp.release_address(self._worker, worker.address)
         descriptor = c_int()
         ucp.check(ucp.get_efd(self._worker, byref(descriptor)), "the worker's descriptor")
@@ -294,4 +303,7 @@ class UcxWorker:
         self._mapped.clear()
         if self._context:
             self._ucp.cleanup(self._context)
+        if self._mark:
+            unmap_shared(self._mark, mmap.PAGESIZE)
+        self._mark, self._server = 0, None
         self._context, self._worker = c_void_p(), c_void_p()
