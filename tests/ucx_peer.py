@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -53,16 +53,18 @@ def pattern(size: int) -> np.ndarray:
 
 
 class Peer:
-    """A process that serves `content`, writable, and another copy of it after each `flap`."""
+    """A process that serves `content`, writable, and another copy of it after each `flap`. `within`: a command that runs it."""
 
-    def __init__(self, content: np.ndarray | int, options: Mapping[str, str] = OPTIONS) -> None:
+    def __init__(
+        self, content: np.ndarray | int, options: Mapping[str, str] = OPTIONS, within: Sequence[str] = ()
+    ) -> None:
         content = pattern(content) if isinstance(content, int) else content
         fd = os.memfd_create("peer")
         os.ftruncate(fd, max(1, len(content)))
         self.content = np.frombuffer(mmap.mmap(fd, 0), np.uint8)[: len(content)]  # shared with the process
         self.content[:] = content
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(fd), str(len(content)), json.dumps(options)],
+            [*within, sys.executable, __file__, str(fd), str(len(content)), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -5,10 +5,12 @@ After each the law holds on every node, and nothing is leased any more.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,12 @@ import pytest
 from cluster import knows, node, published
 from kv import Kv, connect
 from redis_server import RedisServer, needs_redis
-from ucx_peer import ucx_here
+from ucx_peer import PEER_TIMEOUT_S, Peer, ucx_here
 from waiting import until
+
+from flatcake_transport.errors import Unavailable
+from flatcake_transport.mover import MemorySpan, Move
+from flatcake_transport.movers.ucx import UcxMover
 
 pytestmark = needs_redis
 
@@ -103,7 +109,10 @@ def test_a_node_that_restarts_on_another_port_during_a_read(pair):
 
 
 NET = os.getpid() % 250  # two runs on one machine must not take each other's addresses
-ADDRESSES = {"IPv4": (f"10.231.{NET}.1", f"10.231.{NET}.2", 24)}
+ADDRESSES = {
+    "IPv4": (f"10.231.{NET}.1", f"10.231.{NET}.2", 24),
+    "IPv6": (f"fd23:{NET:x}::1", f"fd23:{NET:x}::2", 64),
+}
 
 
 def ip(*words):
@@ -202,3 +211,30 @@ def test_a_cable_that_is_pulled_during_a_read_and_put_back(tmp_path, cable):
                     knows(each, 2)
                 until(lambda: kv.hit(tokens) == BLOCKS, 20)  # a peer that failed a moment ago is left alone for another
             settled(one, two)
+
+
+@pytest.mark.parametrize("cable", ["IPv6"], indirect=True)
+def test_a_network_that_comes_after_the_first_read_is_read_from(cable):
+    """UCX reads the routes of the machine once a process: that of an engine that lives for weeks would never reach that node."""
+    ucx_here()
+    near, here, there, _ = cable
+    bits = 64 if ":" in here else 24
+    mover = UcxMover(peer_timeout_s=PEER_TIMEOUT_S)
+    target = np.zeros(4096, np.uint8)
+
+    def read(peer):
+        target[:] = 0
+        with contextlib.suppress(Unavailable):
+            mover.submit([Move(peer.memory.span(0, 4096), MemorySpan(target))]).wait(30)
+        return np.array_equal(target, peer.content)
+
+    with Peer(4096, {"TLS": "tcp", "NET_DEVICES": near}) as first:
+        assert read(first)
+    name, away = near.replace("fcn", "fc"), near.replace("fcn", "fca")
+    here, there = (address.replace("10.231", "10.230").replace("fd23", "fd24") for address in (here, there))
+    for where, device, address in (([], near, here), (["-n", name], away, there)):
+        ip(*where, "addr", "flush", "dev", device, "scope", "global")
+        ip(*where, "addr", "add", f"{address}/{bits}", "dev", device, *["nodad"] * (bits == 64))
+    with Peer(4096, {"TLS": "tcp", "NET_DEVICES": away}, ["ip", "netns", "exec", name]) as second:
+        until(partial(read, second), 20)
+    mover.close()

@@ -107,7 +107,7 @@ class Endpoint:
         self._closed = False
         self.failure = ""
         self._mark, self._read_mark = told.mark, create_string_buffer(len(told.mark))
-        self._proved = False
+        self.proved = False
         order = Order(1, self._compare)
         self.add([Piece(order, addressof(self._read_mark), len(told.mark), told.mark_at, told.mark_rkey, None, False)])
         counts.endpoints_made += 1
@@ -122,8 +122,8 @@ class Endpoint:
 
     def _compare(self, error: str) -> None:
         """The get of the mark rests."""
-        self._proved = not error and self._read_mark.raw == self._mark
-        if not self._proved:
+        self.proved = not error and self._read_mark.raw == self._mark
+        if not self.proved:
             self.fail(error or "another process is there than the one that was told of")
 
     def add(self, pieces: list[Piece]) -> None:
@@ -133,7 +133,7 @@ class Endpoint:
         """Let fly what may."""
         while self._waiting and not self.failure:
             piece = self._waiting[0]
-            if self._flying and (not self._proved or self._flying_bytes + piece.size_bytes > FLYING_BYTES_MAX):
+            if self._flying and (not self.proved or self._flying_bytes + piece.size_bytes > FLYING_BYTES_MAX):
                 return
             self._waiting.popleft()
             if piece.order.cancelled:

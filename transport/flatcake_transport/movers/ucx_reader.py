@@ -1,7 +1,8 @@
 """The process that reads other nodes' memory for an engine, so that what ends it does not end the engine. Run by `ucx_link.py`.
 
 It maps the windows that it is handed, as the engine does, and has UCX get into them: the engine scatters from there, and no byte
-is copied once more. One thread, which sleeps in UCX or does what it is told. It ends with its socket; an error ends it as well.
+is copied once more. One thread, which sleeps in UCX or does what it is told. It ends with its socket; an error ends it as well,
+and so does a peer that was not reached after the machine's routes have changed: UCX reads them once a process.
 """
 
 from __future__ import annotations
@@ -114,10 +115,12 @@ def main(order: str) -> None:
     reader = Reader(link, worker, chunk_bytes)
     reader.say(Word(Kind.READY, number=os.getpid(), text=f"{'.'.join(map(str, library.version))}-{library.origin}"))
     worker.watch(descriptor)
-    while reader.take():
+    while reader.take() and not worker.outdated:
         worker.turn()
         worker.sleep()
     worker.close()
+    if worker.outdated:
+        print("a peer was not reached, and the routes have changed since UCX read them")  # noqa: T201 - for the mover's log
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Invariant: memory that was mapped is unmapped after the worker that could use it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -20,6 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from ctypes import byref, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from flatcake_transport.errors import Unavailable
@@ -61,6 +63,17 @@ def default_options(peer_timeout_s: float) -> dict[str, str]:
     }
 
 
+def routes() -> frozenset[tuple[str, ...]]:
+    """Which networks this machine reaches by which device."""
+    known: set[tuple[str, ...]] = set()
+    # Network, mask and device: the other columns count uses.
+    for table, columns in (("route", (1, 7, 0)), ("ipv6_route", (0, 1, 9))):
+        with contextlib.suppress(OSError):  # a kernel without IPv6
+            for words in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()):
+                known.add(tuple(words[column] for column in columns))
+    return frozenset(known)
+
+
 @dataclass(frozen=True, slots=True)
 class Mapped:
     """Registered memory: UCX's handle and the packed key for peers."""
@@ -93,6 +106,8 @@ class UcxWorker:
         self._on_error = OnEndpointError(self._note_error)
         self._mapped: set[int] = set()
         self._context, self._worker = c_void_p(), c_void_p()
+        self._routes = routes()
+        self.outdated = False  # a peer was not reached, and the routes have changed since
         self._address = b""
         self._server: Server | None = None
         self._mark = 0
@@ -143,6 +158,10 @@ class UcxWorker:
             endpoint.post(now_s)
         self._forget_ended()
 
+    def _look_at_routes(self) -> None:
+        """A peer was not reached. UCX chooses the device for it by the routes that it found when it first looked."""
+        self.outdated = self.outdated or routes() != self._routes
+
     def _shun(self, server: bytes, until_s: float) -> None:
         self._shunned.pop(server, None)
         self._shunned[server] = until_s
@@ -156,6 +175,8 @@ class UcxWorker:
                 del self._endpoints[endpoint.server]
             if endpoint.ended:
                 del self._names[name]
+                if not endpoint.proved:
+                    self._look_at_routes()
 
     def _sleep_ms(self) -> int | None:
         due = [
@@ -191,7 +212,11 @@ class UcxWorker:
                     raise Unavailable(f"{ENDPOINTS_MAX} peers are being read from at once")
                 self._fail(idle.server, "closed for another peer")
             self._names_given += 1
-            endpoint = Endpoint(self._ucp, self._worker, self._names_given, server, self._on_error, self.counts)
+            try:
+                endpoint = Endpoint(self._ucp, self._worker, self._names_given, server, self._on_error, self.counts)
+            except Unavailable:
+                self._look_at_routes()
+                raise
             self._names[self._names_given] = self._endpoints[server] = endpoint
         self._endpoints.move_to_end(server)
         return endpoint
