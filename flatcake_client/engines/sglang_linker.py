@@ -41,7 +41,7 @@ from flatcake_client import Hit, Unavailable
 from flatcake_client.background import Crew
 from flatcake_client.engines.edge import Edge
 from flatcake_client.engines.sglang import LAYOUT, borders, check_settings, client_of, dtype_of
-from flatcake_client.engines.sglang_model import served
+from flatcake_client.engines.sglang_model import before_sleep, served
 from flatcake_client.engines.sglang_pages import PageStore, Slots
 
 log = logging.getLogger(__name__)
@@ -160,6 +160,7 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._before: OrderedDict[str, str] = OrderedDict()  # page -> the page before it
         self._lock = threading.Lock()
         self._edge = Edge(log, "its pages are computed")
+        before_sleep(self._settle)
         log.info("FlatCake links pools %s of %d layers", ", ".join(map(str, self.pools)), self.pool_group.num_layers)
 
     # -- match ---------------------------------------------------------------------------------------------------------
@@ -352,12 +353,17 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._pending.clear()
         for rid in list(self._pins):
             self._unpin(rid)
-        if self._loads.settle(SETTLE_TIMEOUT_S) and self._offloads.settle(SETTLE_TIMEOUT_S):
+        if self._settle():
             self._weights.flushed()
-        else:
-            log.error("transfers are under way after %.0f s", SETTLE_TIMEOUT_S)
         self._results.clear()
         self.layer_done_counter.reset()
+
+    def _settle(self) -> bool:
+        """Wait until nothing moves; whether that is so."""
+        settled = self._loads.settle(SETTLE_TIMEOUT_S) and self._offloads.settle(SETTLE_TIMEOUT_S)
+        if not settled:
+            log.error("transfers are under way after %.0f s", SETTLE_TIMEOUT_S)
+        return settled
 
     def close(self) -> None:
         """Twice is fine."""

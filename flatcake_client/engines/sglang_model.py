@@ -34,10 +34,11 @@ log = logging.getLogger(__name__)
 # What changes KV of equal shapes, besides the model's own configuration.
 SETTINGS: Final = (
     "dtype", "quantization", "quantization_param_path", "torchao_config", "modelopt_quant", "quantize_and_serve",
-    "model_impl", "kv_cache_dtype",
+    "model_impl", "kv_cache_dtype", "speculative_draft_model_path",
 )  # fmt: skip
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 RESET: Final = "sglang.srt.managers.cache_controller.HiCacheController.reset"
+SAVER: Final = "sglang.srt.utils.torch_memory_saver_adapter"
 FLUSH: Final = "POST /flush_cache to SGLang"
 FOREIGN_LOADS: Final = frozenset(("remote_instance",))  # weights that are another engine's, whatever lies at the path
 
@@ -105,6 +106,22 @@ def engine_id() -> str:
             error,
         )
     return mine
+
+
+def before_sleep(settle: Callable[[], object]) -> None:
+    """Have `settle` called before SGLang takes the memory of its device pools away (`release_memory_occupation`).
+
+    It flushes only after that, and does not count a linker's transfers when it asks whether it is idle: a copy that is under way
+    would read memory that is gone, and end the process.
+    """
+    if SAVER not in sys.modules:
+        return
+
+    def about_to_sleep(*_: Any, **__: Any) -> None:
+        settle()
+
+    HookRegistry.register(f"{SAVER}._TorchMemorySaverAdapterReal.pause", about_to_sleep, HookType.BEFORE)
+    HookRegistry.apply_hooks()
 
 
 def _settings() -> dict[str, Any]:

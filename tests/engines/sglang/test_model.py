@@ -191,6 +191,22 @@ def test_the_linker_hears_of_a_flush_by_its_reset(daemon, settings):
     engine.harness.close()
 
 
+def test_the_linkers_transfers_rest_before_the_memory_of_the_pools_is_taken_away(daemon, settings, monkeypatch):
+    saver = importlib.import_module(sglang_model.SAVER)
+    real, order = saver._TorchMemorySaverAdapterReal, []
+    monkeypatch.setattr(real, "pause", lambda _self, tag: order.append(tag))
+    HookRegistry.reset()
+    engine = Engine(LinkerHarness(daemon.endpoint, SHAPE))
+    linker, go = engine.harness.linker, threading.Event()
+    linker._offloads.submit(lambda: (go.wait(10), order.append("offload")))
+    pausing = threading.Thread(target=lambda: real.pause(None, "kv_cache"))
+    pausing.start()
+    go.set()
+    pausing.join()
+    assert order == ["offload", "kv_cache"]
+    engine.harness.close()
+
+
 def test_who_was_attached_to_a_running_engine_shares_with_nobody_unless_the_weights_are_named(settings, caplog):
     assert "engine" not in space_of(settings)[1]
     settings["arguments"].hicache_storage_backend = None
