@@ -12,9 +12,11 @@ them are tried alone: the failure cuts at the first piece that fails again, and 
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from flatcake_client.lease import Lease
 from flatcake_client.progress import DEADLINE, Progress
@@ -27,7 +29,10 @@ from flatcake_transport.plan import FileRun, Piece, Step, one_by_one, plan_resto
 from flatcake_transport.window import Readable, ReadStream, StagingPool, Window, aligned_buffer
 
 ENDING_BYTES: Final = 8 << 20  # some 3 ms of reading: what another restore takes from its beginning to its first read
+LOOK_S: Final = 0.1  # how long one waits for a read before it looks whether that is still wanted
 RETRIES_MAX: Final = 2  # of reads that fail together and succeed one by one
+
+T = TypeVar("T")
 
 
 class _Watched:
@@ -70,6 +75,7 @@ class FilePath:
         files: Callable[[float], Mapping[int, Readable]],
         verifier: Verifier | None,
         late: Callable[[], bool],
+        closing: threading.Event,
         *,
         gap_bytes_max: int,
     ) -> None:
@@ -84,6 +90,7 @@ class FilePath:
         self._files: Mapping[int, Readable] = {}
         self._verifier = verifier
         self._late = late
+        self._closing = closing
         self._gap_bytes_max = gap_bytes_max
         self._stream: ReadStream | None = None
         self._planned: deque[Step] = deque()
@@ -110,12 +117,12 @@ class FilePath:
             self._open(timeout_s, staging_timeout_s=0.0)
 
     def step(self, timeout_s: float) -> None:
-        """Bring what one buffer holds; returns empty-handed after `timeout_s`."""
+        """Bring what one buffer holds; returns empty-handed after `timeout_s`, or when it is not wanted any more."""
         if self._stream is None and not self._open(timeout_s, staging_timeout_s=timeout_s):
             return
         assert self._stream is not None
         try:
-            landed = self._stream.advance(timeout_s)
+            landed = self._awaited(self._stream.advance, timeout_s)
         except TimeoutError:
             return
         except Unavailable as error:
@@ -332,4 +339,15 @@ class FilePath:
         """One read, now. Raises: Unavailable, TimeoutError."""
         source = self._files[file_id].span(offset, len(buffer))
         self._reads, self._bytes_read = self._reads + 1, self._bytes_read + len(buffer)
-        self._mover.submit([Move(source, MemorySpan(buffer))]).wait(timeout_s)
+        self._awaited(self._mover.submit([Move(source, MemorySpan(buffer))]).wait, timeout_s)
+
+    def _awaited(self, wait: Callable[[float], T], timeout_s: float) -> T:
+        """Wait for a read while its bytes are wanted. Raises: TimeoutError: not in time, closed, or the lease has ended."""
+        ends_s = time.monotonic() + timeout_s
+        while True:
+            left_s = ends_s - time.monotonic()
+            try:
+                return wait(min(LOOK_S, max(0.0, left_s)))
+            except TimeoutError:
+                if left_s <= LOOK_S or self._closing.is_set() or not self._lease.alive():
+                    raise

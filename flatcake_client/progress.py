@@ -15,6 +15,7 @@ import numpy as np
 from flatcake_transport.errors import FlatCakeError
 
 DEADLINE: Final = "the restore's deadline has passed"
+CLOSED: Final = "the restore was closed"
 
 
 class Progress:

@@ -29,7 +29,7 @@ from flatcake_client.file_path import FilePath
 from flatcake_client.keys import KeyArray, host_integers
 from flatcake_client.lease import Lease
 from flatcake_client.memory_path import JOB_BYTES, MemoryPath
-from flatcake_client.progress import DEADLINE, Progress
+from flatcake_client.progress import CLOSED, DEADLINE, Progress
 from flatcake_client.records import Run
 from flatcake_client.target import PlacedRun, Target, place_runs, split_runs
 from flatcake_client.verify import Verifier
@@ -140,6 +140,7 @@ class Restore:
         self.first_block = first_block
         planes = range(hit.shard * spec.layers, (hit.shard + 1) * spec.layers)
         _check_target(target, slot_array, spec)
+        closing = self._closing = threading.Event()  # said without the lock, to who waits with it
         self._progress = Progress(spec.layers, end_block - first_block)
         # Not a method of ours: with no circle, the engine's arrays are let go with us, and need no collection.
         late = lambda: now_s() >= deadline_s  # noqa: E731
@@ -152,7 +153,7 @@ class Restore:
             verifier = _verifier(source, spec, hit.shard, keys)
             return FilePath(
                 runs, aim, self._progress, source.lease, tools.files, tools.memory, tools.staging, source.files,
-                verifier, late, gap_bytes_max=tools.gap_bytes_max,
+                verifier, late, closing, gap_bytes_max=tools.gap_bytes_max,
             )  # fmt: skip
 
         self._remote: list[FilePath] = []
@@ -222,13 +223,16 @@ class Restore:
     def close(self) -> None:
         """Bring no more. Copies into the engine's memory have landed when this returns. Twice is fine.
 
+        Whoever waits in another thread is told; a disk that hangs holds neither up.
+
         In a forked child it does nothing.
         """
         if self._forked():
             return
+        self._closing.set()
         with self._lock:
             if not self._closed and not self._done(self._progress.layers - 1):
-                self._progress.stop(Unavailable("the restore was closed"))
+                self._progress.stop(Unavailable(CLOSED))
             self._finish()
 
     def moving(self) -> list[Transfer]:
@@ -252,7 +256,9 @@ class Restore:
             for path in self._remote:
                 path.keep_lease(self.left_s())
             left_s = self.left_s()
-            if left_s <= 0:
+            if self._closing.is_set():
+                progress.stop(Unavailable(CLOSED))
+            elif left_s <= 0:
                 progress.stop(Unavailable(DEADLINE))
             elif not lease.alive():
                 progress.stop(Unavailable("the lease on the hit has ended: its bytes may be gone"))

@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -257,3 +258,32 @@ def test_another_calls_deadline_costs_no_written_turn(daemon, client):
     stall.set()
     del daemon.fail["lookup"]
     assert client.stats().turns_committed == 1
+
+
+@pytest.mark.parametrize("ends", [lambda hit, restore: restore.close(), lambda hit, restore: hit.release()])
+def test_a_hanging_disk_holds_up_nobody_who_gives_back(daemon, client, monkeypatch, ends):
+    """Neither who closes, nor who waits in another thread: both would stand until the lease is to be renewed."""
+    kv = Kv(client)
+    tokens = kv.tokens(1, 3)
+    kv.store(tokens)
+    reading, go_on, preadv = threading.Event(), threading.Event(), posix._preadv
+
+    def hang(*args):
+        reading.set()
+        go_on.wait(30)
+        return preadv(*args)
+
+    monkeypatch.setattr(posix, "_preadv", hang)
+    hit = kv.space.lookup(kv.space.keys(tokens))
+    restore = hit.restore(
+        [np.zeros((3, kv.plane_bytes), np.uint8) for _ in range(kv.layers)], np.arange(3), timeout_s=60
+    )
+    waiting = threading.Thread(target=restore.wait)
+    waiting.start()
+    assert reading.wait(10)
+    began_s = time.monotonic()
+    ends(hit, restore)
+    waiting.join(10)
+    assert time.monotonic() - began_s < 3
+    go_on.set()
+    hit.release()
