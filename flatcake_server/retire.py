@@ -81,7 +81,7 @@ class Retirement:
         order, trims = self._catalog.order, TRIMS_MAX
         async with disk.room:
             while need := reclaim_need(disk.used_bytes, size_bytes, disk.quota_bytes, high, low):
-                tails = order.oldest(tails_of(disk.pool), need, self._unfit_for_trim, min(trims, TRIMS_AT_ONCE))
+                tails = order.idle_tails(disk.pool, need, self._unfit_for_trim, min(trims, TRIMS_AT_ONCE))
                 if tails:
                     trims -= len(tails)
                     await self._trim_tails(disk, [self._catalog.sessions[SessionNo(number)] for number in tails])

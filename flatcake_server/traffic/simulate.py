@@ -305,7 +305,7 @@ class _Run:
         """Have room, first by unused tails, then by whole sessions; by these never for headroom."""
         quota, order, trims = self._node.ssd_bytes, self._order, TRIMS_MAX if self._node.tails_first else 0
         while need := reclaim_need(order.bytes_of(SSD_POOL), size_bytes, quota, *self._node.watermarks):
-            tails = order.oldest(tails_of(SSD_POOL), need, busy.__contains__, min(trims, TRIMS_AT_ONCE))
+            tails = order.idle_tails(SSD_POOL, need, busy.__contains__, min(trims, TRIMS_AT_ONCE))
             if not tails:
                 break
             trims -= len(tails)

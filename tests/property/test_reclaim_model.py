@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flatcake_server.reclaim import ReclaimOrder, reclaim_need
+from flatcake_server.reclaim import TAIL_IDLE_SHARE, ReclaimOrder, reclaim_need, tails_of
 
 POOLS = st.integers(0, 2)
+HELD = st.integers(-2, 2)  # tails, too
 SESSIONS = 8
 
 
@@ -58,7 +59,7 @@ class Reclaim(RuleBasedStateMachine):
             self.by_use.append(session)
 
     @precondition(lambda self: self.by_use)
-    @rule(data=st.data(), pool=POOLS, size=st.integers(0, 5), delta=st.booleans())
+    @rule(data=st.data(), pool=HELD, size=st.integers(0, 5), delta=st.booleans())
     def hold(self, data: st.DataObject, pool: int, size: int, delta: bool) -> None:
         session = data.draw(st.sampled_from(self.by_use))
         if delta:
@@ -97,7 +98,12 @@ class Reclaim(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         self.forget(data.draw(st.sampled_from(self.by_use)))
 
-    @rule(pool=POOLS, need=st.integers(0, 20), busy=st.sets(st.integers(0, SESSIONS), max_size=3), drop=st.booleans())
+    @rule(
+        pool=st.integers(1, 2),
+        need=st.integers(0, 20),
+        busy=st.sets(st.integers(0, SESSIONS), max_size=3),
+        drop=st.booleans(),
+    )
     def victims(self, pool: int, need: int, busy: set[int], drop: bool) -> None:
         victims = self.order.victims(pool, need, busy.__contains__)
         assert victims == self.naive_victims(pool, need, busy)
@@ -108,15 +114,20 @@ class Reclaim(RuleBasedStateMachine):
     @rule(
         pool=POOLS, need=st.integers(0, 20), busy=st.sets(st.integers(0, SESSIONS), max_size=3), most=st.integers(0, 4)
     )
-    def oldest(self, pool: int, need: int, busy: set[int], most: int) -> None:
-        held = [session for session in self.by_use if self.bytes.get((session, pool), 0)]
+    def idle_tails(self, pool: int, need: int, busy: set[int], most: int) -> None:
+        held, tails = (
+            [session for session in self.by_use if self.bytes.get((session, one), 0)] for one in (pool, tails_of(pool))
+        )
         assert list(self.order.by_use(pool)) == held
+        uses = self.order.uses()
+        oldest = next((self.order.stamp(session) for session in held if session not in busy), uses)
         expected: list[int] = []
-        for session in held:
-            enough = sum(self.bytes[one, pool] for one in expected) >= need
-            if session not in busy and not enough and len(expected) < most:
+        for session in tails:
+            enough = sum(self.bytes[one, tails_of(pool)] for one in expected) >= need
+            idle = uses - self.order.stamp(session) >= TAIL_IDLE_SHARE * (uses - oldest)
+            if session not in busy and idle and not enough and len(expected) < most:
                 expected.append(session)
-        assert self.order.oldest(pool, need, busy.__contains__, most) == expected
+        assert self.order.idle_tails(pool, need, busy.__contains__, most) == expected
 
     def forget(self, session: int) -> None:
         self.order.remove(session)

@@ -167,6 +167,19 @@ def test_tails_go_before_sessions_the_oldest_first(core):
     assert core.hit(ONE, [1] * 8)[0] == 8
 
 
+def test_a_session_in_use_keeps_its_tail(core):
+    """Its next turn would be a further file. How long is idle depends on how old the session is that would go."""
+    for number in range(4):
+        core.put(ONE, [number] * 8, session=f"s{number}")
+    for _ in range(100):
+        core.hit(ONE, [3] * 8)
+    for number in (2, 1):
+        core.hit(ONE, [number] * 8)
+    core.put(ONE, [5] * 10, session="s5")
+    core.put(ONE, [6] * 3, session="s6")
+    assert tails(core) == {"s0": 0, "s1": 2, "s2": 2, "s3": 2, "s5": 3, "s6": 0}
+
+
 def test_no_session_goes_for_headroom(core):
     for number in range(3):
         core.put(ONE, [number] * 12, session=f"s{number}")
