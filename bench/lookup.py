@@ -6,16 +6,19 @@ sessions, each 175 turns of 20 blocks: every key is a hit, and a reply is 175 ru
 
     bare stub      a call of a gRPC stub: request made beforehand, reply not looked at
     client.lookup  what an engine calls, until it holds the hit
+    beside checks  the bare stub, while somebody runs `flatcake check` and lists sessions and spaces, over and over
 
 Restart is from the start of the process to its first answer, Python's own start included. Run: python bench/lookup.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import flatcake_client as fc
 from flatcake_proto.v1 import store_pb2, store_pb2_grpc
 from flatcake_server.journal import Journal
 from flatcake_server.records import FileId, FileRecord, Generation, KeyArray, SegmentRecord, SessionNo, SessionRecord
+from flatcake_server.rpc_admin import AdminClient
 from flatcake_server.session import file_path
 from flatcake_transport.address import Address, Medium
 from flatcake_transport.footer import footer_bytes
@@ -178,6 +182,32 @@ def client_lookups(endpoint: str, order: list[int]) -> list[float]:
     return seconds
 
 
+@contextlib.contextmanager
+def operator(node: Node, report: Report) -> Iterator[None]:
+    """Somebody who checks the node and lists its sessions and spaces, over and over, while this lasts."""
+    over, seconds = threading.Event(), []
+
+    def ask() -> None:
+        with AdminClient(node.endpoint, timeout_s=60.0) as admin:
+            while not over.is_set():
+                begun_s = time.perf_counter()
+                document = [step.report for step in admin.check()][-1]
+                assert document is not None
+                assert document["ok"], document
+                seconds.append(time.perf_counter() - begun_s)
+                admin.sessions()
+                admin.spaces()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        asking.join()
+    report.add("a check beside lookups, s", min(seconds), detail=f"{len(seconds)} of them, one after the other")
+
+
 def main() -> None:
     args = arguments(__doc__, thousands=(10_000, "blocks in the large index"), lookups=(2000, "of each way to ask"))
     report = Report("Lookups and restarts")
@@ -207,6 +237,9 @@ def main() -> None:
                     report.add(
                         "in the daemon, mean ms", seconds / count * 1e3, detail="a lookup without gRPC's own work"
                     )
+                    with operator(node, report):
+                        beside = bare_lookups(node.endpoint, map(session_keys, order))
+                    show_times(report, "bare stub beside checks", beside)
                     worst = map(scattered_keys, random.Random(1).choices(range(1, sessions - TURNS), k=SCATTERED))
                     worst_ms = np.percentile(bare_lookups(node.endpoint, worst), 50) * 1e3
                     report.add("bare stub, scattered, p50 ms", float(worst_ms), detail="each turn in another session")

@@ -180,14 +180,19 @@ class BlockIndex:
         live: list[Int64Array] = []
         for sub in range(SUBS):
             table = self._table(sub)
-            assert np.count_nonzero(table[:, 2] > TOMBSTONE) == self._live[sub], f"live rows of sub-table {sub}"
+            rows = np.flatnonzero(table[:, 2] > TOMBSTONE)
+            assert len(rows) == self._live[sub], f"live rows of sub-table {sub}"
             assert np.count_nonzero(table[:, 2]) == self._taken[sub], f"taken rows of sub-table {sub}"
             assert self._taken[sub] < len(table), f"sub-table {sub} has no empty row: a miss would not end"
             beyond = self._rows[self._base[sub] + len(table) : self._base[sub] + self._stride]
             assert not beyond[: 2 * CAPACITY_MIN].any(), f"sub-table {sub} has rows beyond its capacity"
             at = 0
-            while at < len(table := self._table(sub)):
-                live.append(np.flatnonzero(table[at : at + CHECK_ROWS, 2] > TOMBSTONE) + self._base[sub] + at)
+            while at < len(table):
+                if at:  # it may have changed in the pause
+                    table = self._table(sub)
+                    rows = np.flatnonzero(table[at : at + CHECK_ROWS, 2] > TOMBSTONE) + at
+                here = rows if len(table) <= CHECK_ROWS else rows[: np.searchsorted(rows, at + CHECK_ROWS)]
+                live.append(here + self._base[sub])
                 at += CHECK_ROWS
                 if sum(map(len, live)) >= CHECK_ROWS // 2 or len(live) >= CHECK_TABLES:
                     self._check_reached(np.concatenate(live))

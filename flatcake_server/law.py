@@ -38,6 +38,7 @@ FINDINGS_MAX: Final = 1000  # in a report: beyond that a list helps nobody, and 
 # than they are looked at would else keep a check for ever.
 LAST_SESSIONS: Final = 2
 ROUNDS_MAX: Final = 32
+STEP_BLOCKS: Final = 512  # looked up in one step, and the rest of a segment
 
 Progress = Callable[[int, int], None]
 Extents = list[tuple[int, int]]
@@ -142,13 +143,27 @@ class _Look:
             list(session.segments),
         )
         yield
-        step = np.uint64(session.spec.plane_bytes[0])
+        fresh: list[SegmentRecord] = []
         for segment in seen.segments:
             if segment.generation not in self._own:
-                own = np.uint64(segment.address) + np.arange(segment.blocks, dtype=np.uint64) * step
-                found = self._store.catalog.present(segment.keys)
-                self._own[segment.generation] = len(np.unique(own[found == own]))
-                yield
+                fresh.append(segment)
+                if sum(one.blocks for one in fresh) >= STEP_BLOCKS:
+                    self._count_own(session, fresh)
+                    fresh = []
+                    yield
+        self._count_own(session, fresh)
+
+    def _count_own(self, session: Session, segments: list[SegmentRecord]) -> None:
+        if not segments:
+            return
+        counts = np.array([segment.blocks for segment in segments])
+        firsts = np.cumsum(counts) - counts
+        within = np.arange(counts.sum()) - np.repeat(firsts, counts)
+        bases = np.repeat(np.array([segment.address for segment in segments], np.uint64), counts)
+        own = bases + within.astype(np.uint64) * np.uint64(session.spec.plane_bytes[0])
+        found = self._store.catalog.present(np.concatenate([segment.keys for segment in segments]))
+        told = np.add.reduceat((found == own).astype(np.int64), firsts).tolist()
+        self._own.update(zip((segment.generation for segment in segments), told, strict=True))
 
     def _ends(self) -> _Ends:
         store, catalog = self._store, self._store.catalog
