@@ -33,9 +33,10 @@ log = logging.getLogger(__name__)
 
 # What changes KV of equal shapes, besides the model's own configuration.
 SETTINGS: Final = (
-    "dtype", "quantization", "quantization_param_path", "torchao_config", "modelopt_quant", "quantize_and_serve",
+    "dtype", "quantization", "quantization_param_path", "modelopt_quant", "quantize_and_serve",
     "model_impl", "kv_cache_dtype", "speculative_draft_model_path",
 )  # fmt: skip
+ASKED: Final = ("model_path", "revision", "load_format", "json_model_override_args", "context_length", *SETTINGS)
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 RESET: Final = "sglang.srt.managers.cache_controller.HiCacheController.reset"
 SAVER: Final = "sglang.srt.utils.torch_memory_saver_adapter"
@@ -126,9 +127,8 @@ def before_sleep(settle: Callable[[], object]) -> None:
 
 def _settings() -> dict[str, Any]:
     """Of the engine in this process, as resolved; empty where there is none. What this version does not have is left out."""
-    names = ("model_path", "revision", "load_format", "json_model_override_args", "context_length", *SETTINGS)
     found = {}
-    for name in names:
+    for name in ASKED:
         try:
             found[name] = get_context().config_leaf(name)
         except (AttributeError, LookupError, RuntimeError, ValueError):

@@ -101,6 +101,15 @@ def test_what_changes_kv_of_equal_shapes_is_another_space(settings, folder):
     assert len(spaces) == 8
 
 
+def test_all_that_the_name_is_made_of_is_a_setting_of_this_sglang():
+    """What a version does not have is left out without a word."""
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(sglang_model.ASKED) <= set(namespace_of(ServerArgs))
+    assert {"hicache_storage_backend", "enable_unified_cache_external_linker"} <= set(ServerArgs.__struct_fields__)
+
+
 @pytest.fixture
 def engine(daemon, settings):
     engine = Engine(StorageHarness(daemon.endpoint, SHAPE))
