@@ -271,17 +271,23 @@ class ReaderLink:
         for descriptor in (self._wake.descriptor, child.stdout.fileno()):
             poller.register(descriptor, select.POLLIN)
         started_s, give_up_s, said = time.monotonic(), None, b""
+        watched = 0
         while True:
             with self._lock:
                 self._forget_dropped()
                 full = self._socket is not None and not self._flush()
                 moving = bool(self._out)
+                silent_s, sleep_s = self._patience(started_s)
+            if silent_s:
+                return f"answered nothing for {silent_s:.1f} s"
             if self._closing:
                 give_up_s = give_up_s or time.monotonic() + 2 * self._peer_timeout_s + 1.0
                 if not moving or time.monotonic() > give_up_s:
                     return ""
-            poller.register(ours, select.POLLIN | (select.POLLOUT if full else 0))
-            ready = {descriptor for descriptor, _ in poller.poll(self._look_again_ms(started_s))}
+            if watched != (events := select.POLLIN | (select.POLLOUT if full else 0)):
+                poller.register(ours, events)
+                watched = events
+            ready = {descriptor for descriptor, _ in poller.poll(sleep_s * 1e3 + 1.0)}
             if self._wake.descriptor in ready:
                 self._wake.clear()
             heard = child.stdout.read(_WORDS_BYTES_MAX) if child.stdout.fileno() in ready else None
@@ -292,36 +298,24 @@ class ReaderLink:
             if not alive:
                 ucx_child.end(child)
                 return f"ended with {child.returncode}, last words: {ucx_child.last_line(said)}"
-            if silent := self._silent(started_s):
-                return f"answered nothing for {silent:.1f} s"
 
-    def _look_again_ms(self, started_s: float) -> float:
-        """Until when to sleep if nothing happens."""
-        with self._lock:
-            now_s = time.monotonic()
-            if self._socket is None:
-                due_s = started_s + START_TIMEOUT_S
-            elif not self._out:  # orders are sent past us, to spare them our waking
-                due_s = now_s + self._peer_timeout_s / 2
-            elif self._asked_s is None:
-                due_s = self._heard_s + self._peer_timeout_s / 2
-            else:
-                due_s = self._asked_s + self._peer_timeout_s
-        return max(0.0, due_s - now_s) * 1e3 + 1.0
+    def _patience(self, started_s: float) -> tuple[float, float]:
+        """With the lock. For how long it has answered nothing, if that is too long; else how long to sleep if nothing happens.
 
-    def _silent(self, started_s: float) -> float:
-        """For how long it has answered nothing, if that is too long; asks whether it is there if it is long."""
-        now_s = time.monotonic()
-        with self._lock:
-            if self._socket is None:
-                return now_s - started_s if now_s - started_s > START_TIMEOUT_S else 0.0
-            if not self._out:
-                return 0.0
-            if self._asked_s is None and now_s - self._heard_s > self._peer_timeout_s / 2:
+        Asks whether it is there when it was silent for half a timeout; orders are sent past us, so we look now and then.
+        """
+        now_s, half_s = time.monotonic(), self._peer_timeout_s / 2
+        if self._socket is None:
+            since_s, due_s = started_s, started_s + START_TIMEOUT_S
+        elif not self._out:
+            since_s, due_s = now_s, now_s + half_s
+        else:
+            since_s = self._heard_s
+            if self._asked_s is None and now_s - since_s > half_s:
                 self._asked_s = now_s
                 self._send(encode_word(Word(Kind.PING)))
-            overdue = self._asked_s is not None and now_s - self._asked_s > self._peer_timeout_s
-            return now_s - self._heard_s if overdue else 0.0
+            due_s = since_s + half_s if self._asked_s is None else self._asked_s + self._peer_timeout_s
+        return (now_s - since_s if now_s > due_s else 0.0), max(0.0, due_s - now_s)
 
     def _hear(self, ours: socket.socket) -> bool:
         """Take in what the process says. False: it has ended."""
