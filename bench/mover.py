@@ -1,6 +1,6 @@
 """How near the movers come to the machine, without a daemon: each figure beside the raw one it is measured against, in the same run.
 
-    read      ReadStream (eight buffers) + scatter into shuffled paged slots   / best raw O_DIRECT preadv of a sweep
+    read      ReadStream (two buffers) + scatter into shuffled paged slots   / best raw O_DIRECT preadv of a sweep
     write     gather + plan_writes + posix writes into a fresh file         / best raw O_DIRECT pwritev into a fresh file
     memory    arena -> shuffled paged slots                                 / one memcpy of the same bytes
     checksum  GB/s of both algorithms on one thread
@@ -70,7 +70,9 @@ class Movers:
         steps = plan_restore([run], range(LAYERS), buffer_bytes=self._buffer_bytes)
         stream = ReadStream(steps, {1: OpenFile(fd, True)}, self.posix, self.staging.open_window(0))
         while (got := stream.advance()) is not None:
-            step, buffer = got
+            step, buffer, end = got
+            if end < step.size_bytes:
+                continue
             self.memory.submit(
                 [
                     Move(

@@ -350,8 +350,8 @@ def connect(
         timeout_s: of lookups and other questions, where a call gives no other.
         name: how operators see this client. Default: the program's name and process id.
         transfer_timeout_s: of restores, and of each call that writes, where a call gives no other.
-        buffer_bytes: reads are issued this much at a time; more where a plane's granule needs it.
-        buffers: of one restore's window: one is scattered while the others are read. 1: nothing is, for measuring.
+        buffer_bytes: reads are planned for this much at a time; more where a plane's granule needs it.
+        buffers: of one restore's window. 1: nothing is read while what was read is scattered, for measuring.
         staging_bytes: bound on host memory for reads and writes of files; made when needed.
         gap_bytes_max: read along between two ranges rather than begin another read; -1: a read for every block and layer.
             Defaults fit; others are for measuring what merging brings (`flatcake replay --ablation no-merge`).

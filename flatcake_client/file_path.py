@@ -1,12 +1,12 @@
 """Bytes from session files, or from another node's memory, into an engine's slots. See `restore.py` for what paths keep to.
 
-    file --read ahead--> window buffer --check--> slots        one buffer is scattered while the others fill
+    file --read ahead--> window buffer --check--> slots        a part is scattered while what follows is read
 
 What is read from is named by `placed.run.file_id`; another node's arena is file 0 of that node. A path has a lease: when
 another node's has ended, its blocks are cut off and those of this node are still brought.
 
-A buffer is trusted when the lease was alive after its reads landed, and, where checksums are asked for, when its granules agree:
-from then on it is ours, whatever happens to the file. When the reads of a buffer fail, they and then the pieces in
+A part of a buffer is trusted when the lease was alive after its reads landed; where checksums are asked for, the whole buffer is, when
+its granules agree: from then on it is ours, whatever happens to the file. When the reads of a buffer fail, they and then the pieces in
 them are tried alone: the failure cuts at the first piece that fails again, and what lies before is read on.
 """
 
@@ -78,6 +78,7 @@ class FilePath:
         closing: threading.Event,
         *,
         gap_bytes_max: int,
+        part_bytes: int,
     ) -> None:
         self._runs = list(runs)
         self._target = target
@@ -91,9 +92,10 @@ class FilePath:
         self._verifier = verifier
         self._late = late
         self._closing = closing
-        self._gap_bytes_max = gap_bytes_max
+        self._gap_bytes_max, self._part_bytes = gap_bytes_max, part_bytes
         self._stream: ReadStream | None = None
         self._planned: deque[Step] = deque()
+        self._scattered: list[int] = []  # blocks of each piece of the step that is landing
         self._base = 0  # layer that the stream's layer 0 is
         self._retries = 0
         self._reads = self._bytes_read = 0
@@ -130,8 +132,7 @@ class FilePath:
             return
         if landed is None:
             self.layers_done = self._progress.layers
-        else:
-            self._planned.popleft()
+        elif landed[2] == landed[0].size_bytes or self._verifier is None:
             self._scatter(*landed)
         if self.layers_done == self._progress.layers:
             self.close()
@@ -184,6 +185,7 @@ class FilePath:
             stream, self._stream = self._stream, None
             stream.close()
         self._planned.clear()
+        self._scattered = []
 
     def _open(self, timeout_s: float, staging_timeout_s: float) -> bool:
         """Plan what is still wanted and start reading it. False: not now, or nothing is left to read."""
@@ -231,29 +233,44 @@ class FilePath:
             gap_bytes_max=self._gap_bytes_max,
             whole_granules=self._verifier is not None,
         )
-        return ReadStream(self._remembered(steps), self._files, self._mover, window)
+        return ReadStream(self._remembered(steps), self._files, self._mover, window, part_bytes=self._part_bytes)
 
     def _remembered(self, steps: Iterator[Step]) -> Iterator[Step]:
         for step in steps:
             self._planned.append(step)
             yield step
 
-    def _scatter(self, step: Step, buffer: Any) -> None:
-        """Check a buffer that has landed, and copy it into the slots."""
+    def _scatter(self, step: Step, buffer: Any, end: int) -> None:
+        """Check what has landed of a buffer, up to `end`, and copy into the slots what has come since the last time."""
         try:
             self._lease.check()
             self._check(step, buffer)
-            pieces = [(piece, self._progress.wanted(piece.position, piece.blocks)) for piece in step.pieces]
+            came = self._came(step, end)
             if self._late():
                 self._progress.stop(Unavailable(DEADLINE))
             if not self._progress.over:
-                self._memory.submit([self._move(buffer, *piece) for piece in pieces if piece[1]]).wait()
-                for piece, blocks in pieces:
-                    self._progress.put(self._base + piece.layer, piece.position, blocks)
+                self._memory.submit([self._move(buffer, *each) for each in came]).wait()
+                for piece, first, blocks in came:
+                    self._progress.put(self._base + piece.layer, piece.position + first, blocks)
         except Unavailable as error:
             self._fail(error)
             return
-        self.layers_done = self._base + step.layers_done
+        if end == step.size_bytes:
+            self._planned.popleft()
+            self._scattered = []
+            self.layers_done = self._base + step.layers_done
+
+    def _came(self, step: Step, end: int) -> list[tuple[Piece, int, int]]:
+        """Blocks that are there and were not before: of which piece, from which on, how many."""
+        came = []
+        self._scattered = self._scattered or [0] * len(step.pieces)
+        for n, piece in enumerate(step.pieces):
+            landed = min(piece.blocks, max(0, end - piece.offset) // piece.plane_bytes)
+            first, upto = self._scattered[n], self._progress.wanted(piece.position, landed)
+            if upto > first:
+                came.append((piece, first, upto - first))
+                self._scattered[n] = upto
+        return came
 
     def _check(self, step: Step, buffer: Any) -> None:
         if self._verifier is None:
@@ -265,11 +282,10 @@ class FilePath:
             if bad is not None:
                 self._progress.cut(bad, Corrupt(f"a block of {placed.run.segment} differs from its checksum"))
 
-    def _move(self, buffer: Any, piece: Piece, blocks: int) -> Move:
-        data = buffer[piece.offset : piece.offset + blocks * piece.plane_bytes]
-        return Move(
-            MemorySpan(data), self._target.span(self._base + piece.layer, piece.position, blocks, piece.plane_bytes)
-        )
+    def _move(self, buffer: Any, piece: Piece, first: int, blocks: int) -> Move:
+        start, size = piece.offset + first * piece.plane_bytes, piece.plane_bytes
+        target = self._target.span(self._base + piece.layer, piece.position + first, blocks, size)
+        return Move(MemorySpan(buffer[start : start + blocks * size]), target)
 
     def _blame(self, error: FlatCakeError, timeout_s: float) -> None:
         """A step's reads failed: find out which, by reading each alone, so that the blocks before are still had."""

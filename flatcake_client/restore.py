@@ -41,7 +41,7 @@ from flatcake_transport.mover import Mover, PagedSpan, Slots, Transfer
 from flatcake_transport.paged import check_span
 from flatcake_transport.plan import GAP_BYTES_MAX
 from flatcake_transport.space import SpaceSpec
-from flatcake_transport.window import Readable, StagingPool
+from flatcake_transport.window import PART_BYTES, Readable, StagingPool
 
 HOLD_S: Final = 0.1  # what was read ahead is kept so long, then read again: some windows of 32 MiB come back meanwhile
 
@@ -75,6 +75,7 @@ class ReadTools:
     memory: Mover
     staging: StagingPool
     gap_bytes_max: int = GAP_BYTES_MAX
+    part_bytes: int = PART_BYTES
     job_bytes: int = JOB_BYTES
 
 
@@ -153,7 +154,7 @@ class Restore:
             verifier = _verifier(source, spec, hit.shard, keys)
             return FilePath(
                 runs, aim, self._progress, source.lease, tools.files, tools.memory, tools.staging, source.files,
-                verifier, late, closing, gap_bytes_max=tools.gap_bytes_max,
+                verifier, late, closing, gap_bytes_max=tools.gap_bytes_max, part_bytes=tools.part_bytes,
             )  # fmt: skip
 
         self._remote: list[FilePath] = []

@@ -38,14 +38,14 @@ from flatcake_transport.movers.ucx import UcxMover
 from flatcake_transport.movers.ucx_staged import BySpan, StagedMover
 from flatcake_transport.plan import GAP_BYTES_MAX, buffer_bytes_min
 from flatcake_transport.space import SpaceSpec
-from flatcake_transport.window import StagingPool, StagingStats, aligned_buffer, device_buffer
+from flatcake_transport.window import PART_BYTES, StagingPool, StagingStats, aligned_buffer, device_buffer
 
 log = logging.getLogger(__name__)
 
-# A window is read and scattered piece by piece, so that only the first read and the last scatter of a restore stand alone: small
-# buffers, and enough of them that the disk has its commands while one is scattered.
-BUFFER_BYTES: Final = 4 << 20
-BUFFERS: Final = 8
+# Ranges of several layers are one read where a buffer holds them, and the disk has half a window of commands while a part of the other
+# half is scattered. What lands together is less (window.PART_BYTES).
+BUFFER_BYTES: Final = 16 << 20
+BUFFERS: Final = 2
 STAGING_BYTES: Final = 1 << 30
 WRITE_SHARE: Final = 4  # one part in four of the staging
 DEVICE_STAGING_BYTES: Final = 256 << 20  # eight windows: the engine's KV wants the rest of the device
@@ -77,7 +77,7 @@ class Tools:
         self._served: tuple[StagedMover, StagingPool] | None = None
         self._window_bytes = buffers * buffer_bytes
         self._reading = self._read_pool(max(buffer_bytes, ALIGN_BYTES))
-        self._writing = self._write_pool(buffer_bytes)
+        self._writing = self._write_pool(min(buffer_bytes, PART_BYTES))
 
     def fit(self, spec: SpaceSpec) -> None:
         """Have buffers that hold a space's planes. Raises: ValueError: the staging is too small for them."""
@@ -138,7 +138,8 @@ class Tools:
         return StagingPool(staging_bytes, buffer_bytes, buffers, allocate=partial(self._buffer, mover.window))
 
     def _read_tools(self, files: Mover, staging: StagingPool) -> ReadTools:
-        return ReadTools(files, self._memory_mover(), staging, gap_bytes_max=self._gap_bytes_max)
+        part_bytes = PART_BYTES if self._buffers > 1 else staging.buffer_bytes
+        return ReadTools(files, self._memory_mover(), staging, gap_bytes_max=self._gap_bytes_max, part_bytes=part_bytes)
 
     def _direct_to(self, device: str) -> tuple[Mover, StagingPool] | None:
         buffer_bytes = self._reading.buffer_bytes

@@ -149,9 +149,10 @@ class Movers:
         self.memory = MemoryMover(threads=1, inline_bytes=0)
         self.files: Any = PosixMover(threads=2)
 
-    def reading(self, hit: FakeHit, *, extra_bytes: int = 0, windows: int = 1, job_bytes: int = 1 << 20) -> ReadTools:
+    def reading(self, hit: FakeHit, *, extra_bytes: int = 0, windows: int = 1, **sizes: int) -> ReadTools:
         buffer = hit_buffer_bytes_min(hit) + extra_bytes
-        tools = ReadTools(self.files, self.memory, StagingPool(2 * buffer * windows, buffer), job_bytes=job_bytes)
+        sizes = {"job_bytes": 1 << 20} | sizes
+        tools = ReadTools(self.files, self.memory, StagingPool(2 * buffer * windows, buffer), **sizes)
         if len(hit.chain.far_arena):
             far = dataclasses.replace(tools, staging=StagingPool(2 * buffer * windows, buffer))
             hit.remote = [FarSource(hit, far)]

@@ -24,6 +24,9 @@ from flatcake_client.restore import Restore
 from flatcake_transport.errors import Corrupt, Unavailable
 from flatcake_transport.space import SpaceSpec
 
+EXTRA, JOBS, PARTS = (
+    st.sampled_from(each) for each in ((0, 4096, 1 << 20), (1, 10000, 1 << 20), (4096, 128 << 10, 4 << 20))
+)
 PLANE_BYTES = st.sampled_from([1, 7, 1000, 4096, 5000, 64 << 10, 128 << 10])
 
 
@@ -49,6 +52,30 @@ def chains(draw: st.DrawFn) -> tuple[SpaceSpec, list[dict[str, int]], int]:
         )
     )
     return spec, segments, draw(st.integers(0, shards - 1))
+
+
+class Late:
+    """A transfer that moves nothing before it is waited for: what is used too early is not there."""
+
+    def __init__(self, mover: Any, moves: Any) -> None:
+        self._begin, self._landed = lambda: mover.submit(moves), False
+
+    def done(self) -> bool:
+        return self._landed
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self._landed:
+            self._begin().wait(timeout_s)
+        self._landed = True
+
+
+class LateMover:
+    def __init__(self, mover: Any) -> None:
+        self._mover = mover
+        self.close = mover.close
+
+    def submit(self, moves: Any) -> Late:
+        return Late(self._mover, moves)
 
 
 def check(
@@ -77,6 +104,7 @@ def test_restore_is_a_copy(drawn, data: st.DataObject) -> None:
             chain.add(**segment)
         hit = FakeHit(chain, shard, verify=data.draw(st.booleans(), "verify"))
         movers = Movers()
+        movers.files = LateMover(movers.files)
         try:
             first = data.draw(st.integers(0, hit.blocks), "first")
             count = data.draw(st.integers(0, hit.blocks + 2), "slots")
@@ -84,8 +112,8 @@ def test_restore_is_a_copy(drawn, data: st.DataObject) -> None:
             kinds = data.draw(st.lists(st.sampled_from(PAGES), min_size=3, max_size=3), "kinds")
             filled = [paged(kinds[i], hit.blocks + 5, size, rng) for i, size in enumerate(spec.plane_bytes)]
             pages, before = [pair[0] for pair in filled], [pair[1] for pair in filled]
-            extra = data.draw(st.sampled_from([0, 4096, 1 << 20]), "extra half bytes")
-            tools = movers.reading(hit, extra_bytes=extra, job_bytes=data.draw(st.sampled_from([1, 10000, 1 << 20])))
+            sizes = {"job_bytes": data.draw(JOBS, "job"), "part_bytes": data.draw(PARTS, "part")}
+            tools = movers.reading(hit, extra_bytes=data.draw(EXTRA, "extra buffer bytes"), **sizes)
             with Restore(hit, tools, pages, slots.tolist(), first, 10.0, now_s=hit.clock) as restore:
                 for layer in data.draw(st.permutations(range(spec.layers)), "layers")[:2]:
                     restore.wait_layer(layer)
@@ -135,7 +163,8 @@ def test_a_fault_costs_only_what_lies_behind(drawn, data: st.DataObject) -> None
             slots = rng.permutation(hit.blocks + 5)[: hit.blocks]
             filled = [paged("plain", hit.blocks + 5, size, rng) for size in spec.plane_bytes]
             pages, before = [pair[0] for pair in filled], [pair[1] for pair in filled]
-            restore = Restore(hit, movers.reading(hit), pages, slots, first, 10.0, now_s=hit.clock)
+            tools = movers.reading(hit, extra_bytes=data.draw(EXTRA), part_bytes=data.draw(PARTS))
+            restore = Restore(hit, tools, pages, slots, first, 10.0, now_s=hit.clock)
             usable = restore.wait()
             check(hit, restore, pages, before, slots, first, usable)
             assert usable <= bad, "a damaged block was called usable"
@@ -217,7 +246,8 @@ def test_a_restore_ended_at_any_moment_gives_everything_back(drawn, how: str, at
             ends = Ends(at, end)
             ends.watch(movers.memory)
             ends.watch(movers.files)
-            tools = movers.reading(hit, job_bytes=data.draw(st.sampled_from([1, 10000, 1 << 20])))
+            sizes = {"job_bytes": data.draw(JOBS), "part_bytes": data.draw(PARTS)}
+            tools = movers.reading(hit, extra_bytes=data.draw(EXTRA), **sizes)
             restore = Restore(hit, tools, pages, slots, 0, 10.0, now_s=hit.clock)
             for layer in range(min(at, spec.layers - 1) if how == "cancel" else spec.layers):
                 with contextlib.suppress(Unavailable, Corrupt):

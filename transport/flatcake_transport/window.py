@@ -5,16 +5,18 @@ all are out waits, in order of asking, until its deadline. A full window makes t
 of staging. Windows are touched when first made (a first touch runs at 0.7 GB/s, so never under a read) and kept for reuse, the one
 that came back last first: it is still in the processor's cache.
 
-A `ReadStream` keeps the buffers busy: while the caller scatters one, the others are being filled.
+A `ReadStream` keeps the buffers busy: while the caller scatters one, the others are being filled. A buffer is large, so that ranges of
+several layers are one read, but what it brings is submitted in parts, and each is scattered when it has landed:
 
-    time ->    buffer 0: | read step 0 | scatter 0 | read step 3 ...... | scatter 3 |
-               buffer 1:       | read step 1 | scatter 1 | read step 4 ......
-               buffer 2:             | read step 2 | scatter 2 | read step 5 ...
+    time ->    buffer 0: | read a | read b | read c |                    | read g | read h ..
+                                  | scatter a | scatter b | scatter c |           | scatter g ..
+               buffer 1:                            | read d | read e | read f |
+                                                             | scatter d | scatter e | scatter f |
 
-Only the first read and the last scatter of a restore stand alone, so buffers are small. Invariants: a buffer has one user at a time:
-the mover from submit until the transfer rests, then the caller until it asks for the next step. A window goes back to the pool
-only when no transfer touches it any more; until then it stays counted as out. Also one whose stream was lost instead of closed:
-else a few lost restores would leave no staging to all that follow.
+So only the first part and the last scatter of a restore stand alone. Invariants: bytes have one user at a time: the mover from submit
+until their transfer rests, then the caller until it asks for the next step. A window goes back to the pool only when no
+transfer touches it any more; until then it stays counted as out. Also one whose stream was lost instead of closed: else a few
+lost restores would leave no staging to all that follow.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the constant is not in every Python's mmap
 _LINGER_POLL_S: Final = 0.01  # how long a waiter watches one transfer before it looks at all windows again
+# Bytes of a step that land together: some 1.5 ms of reading, long beside what a command and a wake-up cost.
+PART_BYTES: Final = 4 << 20
 _LOOK_S: Final = 0.1  # how long one waits for a word; a lost window gives none
 
 
@@ -279,13 +283,19 @@ class ReadStream:
         files: Mapping[int, Readable],
         mover: Mover,
         window: Window,
+        *,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         self._steps = steps
         self._files = files
         self._mover = mover
         self._window = window
         self._coming: Step | None = None  # planned while those before it are read
-        self._flying: deque[tuple[Step, int, Transfer]] = deque()
+        self._part_bytes = part_bytes
+        self._flying: deque[tuple[Step, int, deque[tuple[int, Transfer]]]] = (
+            deque()
+        )  # parts: where each ends, and its reads
+        self._landed = 0  # bytes of the first step that flies
         self._idle: deque[int] = deque(range(len(window.buffers)))
         self._held: int | None = None  # the buffer the caller is looking at
         self.reads = 0
@@ -300,26 +310,44 @@ class ReadStream:
     @property
     def bytes_left(self) -> int | None:
         """What has not landed yet, once the last read is under way; None before."""
-        return None if self._coming is not None else sum(step.size_bytes for step, _, _ in self._flying)
+        if self._coming is not None:
+            return None
+        return sum(step.size_bytes for step, _, _ in self._flying) - self._landed
 
     def _fill(self) -> None:
         while self._idle and self._coming is not None:
             step = self._coming
             index = self._idle.popleft()
-            buffer = self._window.buffers[index]
-            moves = []
-            for read in step.reads:
-                source = self._files[read.file].span(read.offset, read.size_bytes)
-                moves.append(Move(source, MemorySpan(buffer[read.target : read.target + read.size_bytes])))
-            self._flying.append((step, index, self._mover.submit(moves)))
+            parts: deque[tuple[int, Transfer]] = deque()
+            self._flying.append((step, index, parts))
+            for end, moves in self._parts(step, self._window.buffers[index]):
+                parts.append((end, self._mover.submit(moves)))
             self.reads += len(step.reads)
             self.bytes_read += step.size_bytes
             self._coming = next(self._steps, None)
 
-    def advance(self, timeout_s: float | None = None) -> tuple[Step, Any] | None:
-        """The next step and the buffer that holds its bytes, or None after the last.
+    def _parts(self, step: Step, buffer: Any) -> Iterator[tuple[int, list[Move]]]:
+        """A step's reads, in order of where they land, and where what they bring ends: some of them, or some of one."""
+        moves: list[Move] = []
+        size_bytes = end = 0
+        for read in step.reads:
+            for at in range(0, read.size_bytes, self._part_bytes):
+                count = min(self._part_bytes, read.size_bytes - at)
+                end = read.target + at + count
+                source = self._files[read.file].span(read.offset + at, count)
+                moves.append(Move(source, MemorySpan(buffer[end - count : end])))
+                size_bytes += count
+                if size_bytes >= self._part_bytes:
+                    yield end, moves
+                    moves, size_bytes = [], 0
+        if moves:
+            yield end, moves
 
-        The buffer is the caller's until the next call of `advance` or `release`. Calling again after TimeoutError goes on.
+    def advance(self, timeout_s: float | None = None) -> tuple[Step, Any, int] | None:
+        """The next step, the buffer for its bytes, and up to where they are there; None after the last step.
+
+        A step comes once for each of its parts; the last time it is whole. The bytes that are there may be read until the next call of
+        `advance` or `release` after that. Calling again after TimeoutError goes on.
 
         Raises:
             TimeoutError: the reads have not landed in `timeout_s`.
@@ -328,11 +356,15 @@ class ReadStream:
         self.release()
         if not self._flying:
             return None
-        step, index, transfer = self._flying[0]
+        step, index, parts = self._flying[0]
+        end, transfer = parts[0]
         transfer.wait(timeout_s)
-        self._flying.popleft()
-        self._held = index
-        return step, self._window.buffers[index]
+        parts.popleft()
+        self._landed = end
+        if not parts:
+            self._flying.popleft()
+            self._held, self._landed = index, 0
+        return step, self._window.buffers[index], end
 
     def release(self) -> None:
         """The caller is done with the buffer of the last `advance`: it is filled with a later step at once."""
@@ -345,11 +377,14 @@ class ReadStream:
         """Give the window back when reads in flight, and the caller's own `transfers` on it, rest. Twice is fine."""
         self._held, self._coming, self._steps = None, None, iter(())
         self._idle.clear()
-        flying = [transfer for _, _, transfer in self._flying]
+        flying = self._transfers()
         self._flying.clear()
         self._window.close([*flying, *transfers])
 
     def __del__(self) -> None:
         # Not closed: whoever had it lost it. Nothing is there to lose if `__init__` was given nonsense.
         if hasattr(self, "_flying"):
-            self._window.lose([transfer for _, _, transfer in self._flying])
+            self._window.lose(self._transfers())
+
+    def _transfers(self) -> list[Transfer]:
+        return [transfer for _, _, parts in self._flying for _, transfer in parts]

@@ -134,7 +134,7 @@ def test_memory_is_unpinned_before_it_goes() -> None:
     device.register(held)
     assert not runtime.pinned, "a device that is used later pins nothing that is gone"
     tools._reading.open_window(0).close()
-    assert list(runtime.pinned.values()) == [8 << 20], "a window is one piece"
+    assert list(runtime.pinned.values()) == [2 << 20], "a window is one piece"
     tools.fit(SpaceSpec("m", "u8", 1, (2 << 20,)))
     assert not runtime.pinned
     kept = np.zeros(10, np.uint8)

@@ -248,12 +248,13 @@ def test_both_buffers_are_read_at_once_and_one_is_refilled_only_when_let_go() ->
     assert mover.transfers[0].moves[0].source == FileSpan(77, 0, PAGE, direct=True)
     mover.transfers[0].land()
     mover.transfers[1].land()
-    got, buffer = stream.advance()
+    got, buffer, end = stream.advance()
+    assert end == got.size_bytes
     assert got == step(0, reads=2)
     assert buffer[:PAGE].tolist() == [0] * PAGE
     assert buffer[PAGE : 2 * PAGE].tolist() == [1] * PAGE
     assert len(mover.transfers) == 2, "the caller still looks at this buffer"
-    got, other = stream.advance()
+    got, other, _ = stream.advance()
     assert (got, len(mover.transfers)) == (step(1, reads=2), 3)
     assert not np.shares_memory(other, buffer)
     assert np.shares_memory(mover.transfers[2].moves[0].target.data, buffer)
@@ -362,7 +363,7 @@ def test_all_buffers_but_the_callers_are_on_their_way() -> None:
     for landing in range(6):
         assert len(mover.transfers) == min(6, landing + 4)
         mover.transfers[landing].land()
-        got, buffer = stream.advance(0)
+        got, buffer, _ = stream.advance(0)
         assert got == step(landing), "in order, whatever lands first"
         left = len(mover.transfers) - landing - 1
         assert stream.bytes_left == (left * PAGE if len(mover.transfers) == 6 else None)
@@ -371,3 +372,64 @@ def test_all_buffers_but_the_callers_are_on_their_way() -> None:
     assert stream.advance(0) is None
     stream.close()
     assert pool.stats().windows_out == 0
+
+
+def test_a_step_comes_part_by_part_and_its_buffer_is_refilled_after_the_last() -> None:
+    """Reads of 3, 1 and 6 pages in parts of 2: a long one is cut, short ones land together."""
+    sizes, targets = (3, 1, 6), (0, 3, 4)
+    reads = tuple(StepRead(5, 10 * t * PAGE, s * PAGE, t * PAGE) for s, t in zip(sizes, targets, strict=True))
+    mover, pool = Hand(), StagingPool(10 * PAGE, 10 * PAGE, 1)
+    stream = ReadStream(
+        iter([Step(reads, (), (), 1), step(7)]),
+        {5: OpenFile(77, direct=True)},
+        mover,
+        pool.open_window(0),
+        part_bytes=2 * PAGE,
+    )
+    assert [[move.source.size_bytes // PAGE for move in each.moves] for each in mover.transfers] == [
+        [2],
+        [1, 1],
+        [2],
+        [2],
+        [2],
+    ]
+    assert (stream.reads, stream.bytes_left) == (3, None)
+    for transfer in reversed(mover.transfers[1:]):
+        transfer.land()
+    with pytest.raises(TimeoutError):
+        stream.advance(0)  # in order, also when what is behind has landed
+    mover.transfers[0].land()
+    ends = []
+    for _ in range(5):
+        assert len(mover.transfers) == 5
+        got, buffer, end = stream.advance(0)
+        ends.append(end // PAGE)
+        assert got.size_bytes == 10 * PAGE
+        first = ends[-2] if len(ends) > 1 else 0
+        pages = [0, 0, 2, 30, 40, 40, 42, 42, 44, 44]  # a move's bytes say where it was read
+        assert [int(buffer[at * PAGE]) for at in range(first, ends[-1])] == pages[first : ends[-1]]
+    assert ends == [2, 4, 6, 8, 10]
+    stream.release()
+    assert (len(mover.transfers), stream.bytes_left) == (6, PAGE)
+    mover.transfers[5].land()
+    assert stream.advance(0)[0] == step(7)
+    assert (stream.bytes_left, stream.advance(0)) == (0, None)
+    stream.close()
+
+
+def test_a_part_that_fails_keeps_the_window_until_the_others_rest() -> None:
+    mover, pool = Hand(), StagingPool(4 * PAGE, 4 * PAGE, 1)
+    stream = ReadStream(
+        iter([step(0, reads=4)]), {5: OpenFile(77, direct=True)}, mover, pool.open_window(0), part_bytes=PAGE
+    )
+    mover.transfers[0].land()
+    assert stream.advance(0)[2] == PAGE
+    mover.transfers[1].error, mover.transfers[1].landed = Unavailable("EIO"), True
+    with pytest.raises(Unavailable, match="EIO"):
+        stream.advance(0)
+    stream.close()
+    for transfer in mover.transfers[2:]:
+        with pytest.raises(Overloaded):
+            pool.open_window(0)
+        transfer.land()
+    pool.open_window(0).close()

@@ -37,7 +37,7 @@ from flatcake_transport.paged import (
 
 # 0.2 ms of copying: large beside taking a task, small beside a layer, and still in the cache for its checksums.
 TASK_BYTES: Final = 2 << 20
-# One buffer of a restore or store: a core copies it sooner than the disk brings the next, and threads that take turns at the
+# One part of a restore, or buffer of a store: a core copies it sooner than the disk brings the next, and threads that take turns at the
 # interpreter for two halves of it cost a fifth of the whole (0.24 s of CPU a GB restored for 0.19).
 INLINE_BYTES: Final = 4 << 20
 THREADS_MAX: Final = 8  # memory bandwidth is reached before that

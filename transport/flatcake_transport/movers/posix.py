@@ -6,8 +6,8 @@ With O_DIRECT the kernel pins the buffer, cuts the command into bios and submits
 command keeps the device's queue full by itself; a second bridges the time between the end of one and the start of the next.
 So large moves are cut into commands of at most `command_bytes_max`, and `in_flight_bytes_max` bounds how much is under way:
 16 threads are for small reads. What is under way shares the disk and lands at about the same time, so more than keeps it
-busy only makes the first come later, and leaves the last to be scattered in a row. Restores of 63 MB through 8 buffers of
-4 MiB here, best of 16: 2.3 GB/s with 32 MiB under way, 2.4-2.6 with 16.
+busy only makes the first come later, and leaves the last to be scattered in a row. Restores of 63 MB in parts of 4 MiB
+here, best of 16: 2.3 GB/s with 32 MiB under way, 2.4-2.6 with 16.
 Buffers on huge pages doubled the rate (raw too): pinning and bios by 2 MiB instead of 4 KiB.
 
 Reads go before writes (precedence.py).
