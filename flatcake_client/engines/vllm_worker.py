@@ -253,6 +253,9 @@ class WorkerSide:
                 usable = max(usable, loaded.blocks)
                 self.tally.add("loaded_memory_bytes", loaded.memory_bytes)
                 self.tally.add("loaded_ssd_bytes", loaded.ssd_bytes)
+        except Exception:
+            self.tally.add("errors")
+            raise
         finally:
             if cancelled():
                 self.tally.add("loads_cancelled")
@@ -278,6 +281,10 @@ class WorkerSide:
             )
             self.tally.add("stores_failed" if stored.failure else "stores")
             self.tally.add("stored_blocks", stored.blocks)
+        except Exception:
+            self.tally.add("stores_failed")
+            self.tally.add("errors")
+            raise
         finally:
             self._free(job, closed)
 

@@ -53,7 +53,7 @@ def test_a_bug_is_a_miss(engine, expected, monkeypatch, owner, verb):
     assert engine.ask(*prompts) == [expected(ids) for ids in prompts]
     monkeypatch.undo()
     if called:
-        assert engine.counts()["errors"] + engine.worker._crew.stats().failed_total > 0
+        assert engine.counts()["errors"] > 0
     engine.worker.computed()
     engine.forget()
     engine.counts()
