@@ -275,6 +275,7 @@ class Retirement:
             failures = await disk.run(disk.cut_files, records, {file.file_id: file.size_bytes for _, file, _ in cuts})
         except FlatCakeError as error:
             failures = {file.file_id: Unavailable(str(error)) for _, file, _ in cuts}
+            self.fail_disk(disk, f"its journal cannot be written: {error}")
         for session, file, tail_bytes in cuts:
             if file.file_id in failures:
                 self._untrimmed(disk, session, file, tail_bytes, failures[file.file_id])

@@ -33,8 +33,9 @@ async def tell_uses(catalog: Catalog, disks: Mapping[int, Disk]) -> None:
 
 
 async def _tell(disk: Disk, sessions: Iterable[Session]) -> None:
-    # Whoever has a lock writes the session down itself, or ends it.
-    mine = [session for session in sessions if not session.lock.locked()]
+    # Whoever has a lock, or a turn under way, writes the session down itself, or ends it. By number, as all do that take several.
+    free = [session for session in sessions if session.holds == 0 and not session.lock.locked()]
+    mine = sorted(free, key=lambda session: session.session_no)
     for session in mine:
         await session.lock.acquire()
     try:
