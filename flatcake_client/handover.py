@@ -152,6 +152,11 @@ class Handover:
         self._lost = True
         self._socket.close()
 
+    def __del__(self) -> None:
+        # Not closed: its client gave up waiting for a write; whatever held us has landed now.
+        if hasattr(self, "_socket"):
+            self._socket.close()
+
     def _ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[int]]:
         """One question and its answer, as many descriptors as file ids. The caller holds the lock."""
         deadline_s = time.monotonic() + timeout_s

@@ -101,6 +101,16 @@ def test_a_late_answer_is_not_taken_for_the_next(daemon, handover):
     assert len(os.listdir("/proc/self/fd")) <= before + 1, "descriptors of late answers stay open"  # noqa: PTH208
 
 
+def test_one_that_is_dropped_is_closed_without_a_warning(daemon):
+    rpc = Rpc(daemon.endpoint)
+    welcome = rpc.hello("test", 5.0)
+    dropped = Handover(welcome.handover_path, welcome.client_id, welcome.token, 5.0)
+    fd = dropped._socket.fileno()
+    del dropped
+    assert not is_open(fd)
+    rpc.close()
+
+
 def test_its_end_is_seen(daemon, handover):
     assert not handover.lost()
     daemon.stop()
