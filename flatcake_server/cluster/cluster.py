@@ -233,14 +233,13 @@ class Cluster:
         again = membership.answered(beat, asked_s)
         if self.telling is not None:
             self.telling.beaten(beat, again=again)
-        if beat.members is not None:
-            self._meet()
+        self._meet()
         self._refused = ""
         if beat.verdict is Verdict.TAKEN and beat.holder is not None:
             await self._ask_holder(beat.holder)
 
     def _meet(self) -> None:
-        """The list of members is new: let go of who left, and in a small cluster be linked to all."""
+        """Let go of who left, and in a small cluster be linked to all: also to those whose link ended meanwhile."""
         known = self.membership.known
         self.peers.keep(known.values())
         for member in known.values() if len(known) <= EAGER_LINKS_MAX else ():
