@@ -18,6 +18,8 @@ TYPED := flatcake_server flatcake_client transport/flatcake_transport bench
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # importlib: test files of different rooms may have the same name.
 PYTEST := python -m pytest -q
+# Most tests wait for daemons, so two files at a time take little more than half as long. JOBS=0: one after the other.
+JOBS ?= 2
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 help:  ## this list
@@ -54,7 +56,7 @@ demo-cluster: $(VENV)/.stamp  ## three nodes and a Redis: a session that moves b
 	flatcake demo --cluster
 
 test: $(VENV)/.stamp  ## all tests that this machine can run; what it cannot is skipped and said
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile $(ARGS)
 
 gpu: $(VENV)/.stamp-gpu  ## the tests that need a CUDA device
 	$(PYTEST) -m gpu tests/gpu $(ARGS)

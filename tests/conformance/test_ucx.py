@@ -108,7 +108,7 @@ def test_the_systems_ucx_too() -> None:
     if found.returncode:
         pytest.skip(f"no system UCX (libucx0) here: {found.stderr.strip().splitlines()[-1]}")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not tensors and not flaps", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not tensors and not flaps and not closing and not many_descriptors", *tests],
         env=env, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:]

@@ -83,8 +83,8 @@ def start_as_it_is(daemon: Daemon) -> None:
         ("CommitTurn", {"turn_id": 99}, UNKNOWN, "turn 99"),
         ("AbortTurn", {"turn_id": 99}, UNKNOWN, "turn 99"),
         ("Renew", {"client_id": 1}, STALE, "stale:"),
-        ("ReportCorrupt", {"segments": [5 << 60]}, BAD, "reserved medium 5"),
-        ("ReportCorrupt", {"segments": [(1 << 64) - 1]}, BAD, "reserved medium 15"),
+        ("ReportCorrupt", {"segments": [{"segment": 5 << 60}]}, BAD, "reserved medium 5"),
+        ("ReportCorrupt", {"segments": [{"segment": (1 << 64) - 1}]}, BAD, "reserved medium 15"),
     ],
 )
 def test_a_wrong_request_is_refused(wire, verb, fields, code, words):

@@ -56,7 +56,7 @@ class EngineHere:
 
 
 @needs_redis
-def test_a_session_moves_between_nodes_and_one_is_killed(tmp_path):
+def test_a_session_moves(tmp_path):
     ucx_here()
     said = []
     outcome = run_cluster_demo(TINY, tmp_path, said.append, EngineHere)

@@ -170,6 +170,7 @@ def cable(request, tmp_path):
         subprocess.run(["ip", "link", "del", near], check=False, capture_output=True)
 
 
+@pytest.mark.parametrize("cable", ["IPv6"], indirect=True)
 def test_a_cable_that_is_pulled_during_a_read_and_put_back(tmp_path, cable):
     ucx_here()
     near, here_address, there_address, wrapper = cable
@@ -213,7 +214,7 @@ def test_a_cable_that_is_pulled_during_a_read_and_put_back(tmp_path, cable):
             settled(one, two)
 
 
-@pytest.mark.parametrize("cable", ["IPv6"], indirect=True)
+@pytest.mark.parametrize("cable", ["IPv4"], indirect=True)
 def test_a_network_that_comes_after_the_first_read_is_read_from(cable):
     """UCX reads the routes of the machine once a process: that of an engine that lives for weeks would never reach that node."""
     ucx_here()
