@@ -29,6 +29,7 @@ from flatcake_transport.plan import FileRun, Piece, Step, one_by_one, plan_resto
 from flatcake_transport.window import Readable, ReadStream, StagingPool, Window, aligned_buffer
 
 ENDING_BYTES: Final = 8 << 20  # some 3 ms of reading: what another restore takes from its beginning to its first read
+FILES_TIMEOUT_S: Final = 5.0  # a daemon that hands nothing over in this is a miss, and holds up no close for longer
 LOOK_S: Final = 0.1  # how long one waits for a read before it looks whether that is still wanted
 RETRIES_MAX: Final = 2  # of reads that fail together and succeed one by one
 
@@ -192,7 +193,7 @@ class FilePath:
         self._drop_cut()
         if not self._files and self._runs:
             try:
-                self._files = self._files_of(timeout_s)
+                self._files = self._files_of(min(timeout_s, FILES_TIMEOUT_S))
             except Unavailable as error:
                 self._progress.cut(self._runs[0].position, error)
         for placed in self._runs:
@@ -201,8 +202,10 @@ class FilePath:
         if not self._drop_cut():
             return False
         try:
-            window = self._staging.open_window(staging_timeout_s)
+            window = self._staging.open_window(staging_timeout_s, lambda: not self._closing.is_set())
         except Overloaded:
+            if staging_timeout_s:
+                self._closing.wait(min(LOOK_S, staging_timeout_s))  # refused at once, perhaps: not asked in a circle
             return False
         in_time = self._verifier is None or self._learn(self._verifier, window, timeout_s)
         if not in_time or not self._drop_cut():

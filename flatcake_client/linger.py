@@ -63,9 +63,15 @@ class Linger:
             return
         with self._lock:
             self._take_in()
-            ready = [entry for entry in self._waiting if all(transfer.done() for transfer in entry[0])]
-            self._waiting = [entry for entry in self._waiting if entry not in ready]
-        for _, act in ready:
+            ready: list[Callable[[], None]] = []
+            waiting = []
+            for transfers, act in self._waiting:
+                if all(transfer.done() for transfer in transfers):
+                    ready.append(act)
+                else:
+                    waiting.append((transfers, act))
+            self._waiting = waiting
+        for act in ready:
             act()
 
     def settle(self, timeout_s: float) -> bool:

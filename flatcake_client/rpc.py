@@ -3,7 +3,7 @@
 Every call has a deadline and fails fast: a daemon that is not there is `Unavailable` at once, one that does not answer is
 so at the deadline, and for a moment after that (`SILENCE_PAUSE_S`) without being asked again, so that a daemon that hangs
 costs an engine one deadline a second and not one a request. Work that stands is not given up for another call's deadline:
-what keeps a lease or ends a turn is sent all the same, and waits for its own.
+what keeps a lease or commits a turn is sent all the same, and waits for its own.
 
     FAILED_PRECONDITION  Stale: the daemon is another one now; say Hello again
     NOT_FOUND            Unknown: this daemon knows no such space or turn
@@ -63,6 +63,10 @@ class Stale(Unavailable):
 
 class Unknown(Unavailable):
     """The daemon knows the client but not the space or turn it names."""
+
+
+class Unsent(Unavailable):
+    """Refused here: the daemon was not asked."""
 
 
 class Rpc:
@@ -239,14 +243,14 @@ class Rpc:
             shard=shard,
             failure=failure,
         )
-        self._call(self._stub.AbortTurn, request, timeout_s, stands=True)
+        self._call(self._stub.AbortTurn, request, timeout_s)
 
     def abort_unheard(self, welcome: Welcome, request_id: int, timeout_s: float) -> None:
         """Have the turn given back that a call of `begin_turn` began, if it did."""
         request = store_pb2.AbortTurnRequest(
             client_id=welcome.client_id, incarnation=welcome.incarnation, request_id=request_id
         )
-        self._call(self._stub.AbortTurn, request, timeout_s, stands=True)
+        self._call(self._stub.AbortTurn, request, timeout_s)
 
     def report_corrupt(self, welcome: Welcome, runs: Sequence[Run], timeout_s: float) -> None:
         """Of the segments of these runs."""
@@ -292,9 +296,9 @@ class Rpc:
     def _call(self, verb: Callable[..., Reply], request: Any, timeout_s: float, *, stands: bool = False) -> Reply:
         """`stands`: it is about work that is done already, and is sent also to a daemon that did not answer lately."""
         if timeout_s <= 0:
-            raise Unavailable("no time was left to ask the daemon")
+            raise Unsent("no time was left to ask the daemon")
         if self._now_s() < self._silent_until_s and not stands:
-            raise Unavailable(f"the daemon did not answer lately; it is asked again within {SILENCE_PAUSE_S:g} s")
+            raise Unsent(f"the daemon did not answer lately; it is asked again within {SILENCE_PAUSE_S:g} s")
         try:
             reply = verb(request, timeout=timeout_s, metadata=self._access.metadata)
         except grpc.RpcError as error:

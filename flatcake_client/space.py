@@ -23,7 +23,7 @@ from flatcake_client.hit import Hit
 from flatcake_client.keys import KeyArray, chain_keys, check_keys, foreign_keys, host_integers, root_key
 from flatcake_client.linger import Pause
 from flatcake_client.records import Found, Grant, TurnHints
-from flatcake_client.rpc import Stale, Unknown
+from flatcake_client.rpc import Stale, Unknown, Unsent
 from flatcake_client.worth import worth_fetching
 from flatcake_client.writer import Turn
 from flatcake_transport.errors import FlatCakeError, Overloaded
@@ -180,7 +180,7 @@ class Space:
                     timeout_s,
                 )  # fmt: skip
         except BaseException as error:
-            if not isinstance(error, Overloaded | ValueError):  # refused: then there is no turn
+            if not isinstance(error, Overloaded | Unsent | ValueError):  # refused: then there is no turn
                 self._disown(connection, request_id)
             connection.turn_ended()
             raise

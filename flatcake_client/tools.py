@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from flatcake_client.restore import ReadTools
 from flatcake_client.writer import WriteTools
 from flatcake_transport.address import Medium
-from flatcake_transport.errors import Overloaded
+from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.layout import ALIGN_BYTES, align_up, segment_layout
 from flatcake_transport.mover import Mover, MoverStats, Region
 from flatcake_transport.movers import mover_for
@@ -53,6 +53,8 @@ REMOTE_STAGING_BYTES: Final = 256 << 20  # eight windows
 
 # A staging waits for a slot, a disk and two round trips: one that is told "not now" asks again, one that hears nothing fails.
 STAGE_TIMEOUT_S_MIN: Final = 3.0
+# Who hurries its lookups says nothing about how long a process may wait for a core.
+PEER_TIMEOUT_S_MIN: Final = 2.0
 
 
 class Tools:
@@ -108,9 +110,12 @@ class Tools:
         return self._remote is None or self._remote[0].up
 
     def remote(self, peer_timeout_s: float) -> ReadTools:
-        """What brings other nodes' memory; `peer_timeout_s` counts when it is first asked for."""
+        """What brings other nodes' memory; `peer_timeout_s` counts when it is first asked for.
+
+        Raises: Unavailable: no descriptors are left.
+        """
         with self._lock:
-            mover = self._remote[0] if self._remote else UcxMover(peer_timeout_s=peer_timeout_s)
+            mover = self._remote[0] if self._remote else _reader(max(peer_timeout_s, PEER_TIMEOUT_S_MIN))
             if self._remote is None or self._remote[1].buffer_bytes < self._reading.buffer_bytes:
                 self._remote = (mover, self._remote_pool(mover))
             mover.start()
@@ -243,3 +248,10 @@ def _owner(array: NDArray[np.uint8]) -> Any:
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     return owner
+
+
+def _reader(peer_timeout_s: float) -> UcxMover:
+    try:
+        return UcxMover(peer_timeout_s=peer_timeout_s)
+    except OSError as error:
+        raise Unavailable(f"other nodes' memory cannot be read: {error}") from error

@@ -5,6 +5,7 @@ Client, operator's commands and daemon use the same list, so that what one side 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -59,5 +60,6 @@ def default_endpoint(environ: Mapping[str, str], user_id: int) -> str:
     if named:
         return named
     system, private = socket_candidates(environ, user_id)
-    ours = not system.exists() and private.exists() and is_private(private.parent, user_id)
+    # Not Path.exists, which raises where a directory is closed to us.
+    ours = not os.path.exists(system) and os.path.exists(private) and is_private(private.parent, user_id)  # noqa: PTH110
     return f"unix://{private if ours else system}"

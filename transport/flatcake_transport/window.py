@@ -22,6 +22,7 @@ lost restores would leave no staging to all that follow.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import threading
 import time
@@ -52,7 +53,7 @@ _LOOK_S: Final = 0.1  # how long one waits for a word; a lost window gives none
 def touched(mapping: mmap.mmap, size_bytes: int, border_bytes: int = 1) -> NDArray[np.uint8]:
     """Part of a fresh mapping, from the first such border, on huge pages where there are some, every page touched.
 
-    The mapping goes with the last view.
+    The mapping goes with the last view. Raises: OSError: there is no such memory, which touching would end the process for.
     """
     whole = np.frombuffer(mapping, np.uint8)
     start = -whole.ctypes.data % border_bytes
@@ -61,7 +62,9 @@ def touched(mapping: mmap.mmap, size_bytes: int, border_bytes: int = 1) -> NDArr
         mapping.madvise(mmap.MADV_HUGEPAGE)
     try:
         mapping.madvise(_MADV_POPULATE_WRITE, start, size_bytes)
-    except OSError:
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an older kernel does not know the word
+            raise
         buffer[:: mmap.PAGESIZE] = 0
     return buffer
 
@@ -155,10 +158,10 @@ class StagingPool:
         self._waiting: deque[object] = deque()
         self._made = self._out = self._waits = self._refusals = 0
 
-    def open_window(self, timeout_s: float) -> Window:
+    def open_window(self, timeout_s: float, wanted: Callable[[], bool] = lambda: True) -> Window:
         """Take a window, waiting until one is free.
 
-        Raises: Overloaded: none became free in `timeout_s`. 0 asks once.
+        Raises: Overloaded: none became free in `timeout_s`, or while `wanted`; or there is no memory for one. 0 asks once.
         """
         deadline = time.monotonic() + timeout_s
         ticket = object()
@@ -168,7 +171,7 @@ class StagingPool:
                 waited = False
                 while self._waiting[0] is not ticket or not self._ready():
                     left = deadline - time.monotonic()
-                    if left <= 0:
+                    if left <= 0 or not wanted():
                         self._refusals += 1
                         raise Overloaded(f"no staging window was free within {timeout_s:g} s")
                     if not waited:
@@ -224,11 +227,15 @@ class StagingPool:
         try:
             whole, size_bytes = self._allocate(self._window_bytes), self.buffer_bytes
             return [whole[n * size_bytes : (n + 1) * size_bytes] for n in range(self._buffers)]
-        except BaseException:
+        except BaseException as error:
             with self._changed:
                 self._made -= 1
                 self._out -= 1
+                if self._made and isinstance(error, OSError | Overloaded):
+                    self._windows_max = self._made  # there is no room for more: those that are there are waited for
                 self._changed.notify_all()
+            if isinstance(error, OSError):
+                raise Overloaded(f"no memory for a staging window of {self._window_bytes} bytes: {error}") from error
             raise
 
     def _give(self, buffers: Sequence[Any], transfers: list[Transfer]) -> None:

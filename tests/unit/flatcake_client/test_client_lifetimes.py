@@ -247,6 +247,45 @@ def test_a_turn_whose_beginning_was_not_heard_of_is_disowned(daemon, client, mon
     assert len(daemon.unheard) == 1, "one that was refused has begun nothing"
 
 
+def test_a_silent_daemon_costs_no_caller_more_than_its_deadline(daemon, client, monkeypatch):
+    """Turns that were refused here have not begun; to say otherwise of each would cost the next caller a second each."""
+    monkeypatch.setattr("flatcake_client.space.ABORT_AGAIN_S", 0.0)
+    kv = Kv(client)
+    keys = kv.space.keys(kv.tokens(1, 3))
+    kv.space.lookup(keys)
+    stalls = [daemon.fail.setdefault(verb, threading.Event()) for verb in ("lookup", "begin_turn", "abort_turn")]
+    kv.space.lookup(keys, timeout_s=SILENCE_MIN_S + 0.05)
+    for _ in range(6):
+        with pytest.raises(fc.Unavailable):
+            kv.space.begin_turn(keys)
+    assert len(client.linger) == 0
+    for stall in stalls:
+        stall.set()
+
+
+def test_a_restore_that_waits_for_staging_is_closed_at_once(daemon, client):
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 3))
+    with kv.space.lookup(kv.space.keys(kv.tokens(1, 3))) as hit:
+        target = [np.zeros((3, kv.plane_bytes), np.uint8) for _ in range(kv.layers)]
+        hit.restore(target, np.arange(3)).close()
+        staging = client.tools.reading().staging
+        windows = []
+        with pytest.raises(fc.Overloaded):
+            while True:
+                windows.append(staging.open_window(0.0))
+        restore = hit.restore(target, np.arange(3), timeout_s=60)
+        waiting = threading.Thread(target=restore.wait)
+        waiting.start()
+        until(lambda: bool(staging._waiting))
+        began_s = time.monotonic()
+        restore.close()
+        waiting.join(10)
+        assert time.monotonic() - began_s < 3
+        for window in windows:
+            window.close()
+
+
 def test_another_calls_deadline_costs_no_written_turn(daemon, client):
     kv = Kv(client)
     tokens = kv.tokens(1, 3)

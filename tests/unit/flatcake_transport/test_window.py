@@ -241,6 +241,21 @@ def test_no_memory_gives_the_place_back() -> None:
     pool.open_window(0).close()
 
 
+def test_where_there_is_no_memory_for_more_those_that_are_there_are_waited_for() -> None:
+    answers, asked = [np.zeros(2 * PAGE, np.uint8)], []
+
+    def allocate(size: int) -> np.ndarray:
+        asked.append(size)
+        return answers.pop() if answers else aligned_buffer(1 << 62)
+
+    pool = StagingPool(64 * PAGE, PAGE, allocate=allocate)
+    with pool.open_window(0):
+        for _ in range(3):
+            with pytest.raises(Overloaded):
+                pool.open_window(0.02)
+    assert len(asked) == 2
+
+
 def test_both_buffers_are_read_at_once_and_one_is_refilled_only_when_let_go() -> None:
     mover, pool = Hand(), StagingPool(8 * PAGE, 4 * PAGE)
     stream = stream_of([step(n, reads=2) for n in range(4)], mover, pool)
