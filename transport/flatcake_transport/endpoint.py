@@ -5,7 +5,7 @@ Client, operator's commands and daemon use the same list, so that what one side 
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -60,6 +60,12 @@ def default_endpoint(environ: Mapping[str, str], user_id: int) -> str:
     if named:
         return named
     system, private = socket_candidates(environ, user_id)
-    # Not Path.exists, which raises where a directory is closed to us.
-    ours = not os.path.exists(system) and os.path.exists(private) and is_private(private.parent, user_id)  # noqa: PTH110
+    ours = not _is_there(system) and _is_there(private) and is_private(private.parent, user_id)
     return f"unix://{private if ours else system}"
+
+
+def _is_there(path: Path) -> bool:
+    """Also where the directory is closed to us, for which `exists` raises: then it is not, to us."""
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False
