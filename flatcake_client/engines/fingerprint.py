@@ -88,7 +88,7 @@ def digest_of(model: str) -> str:
 
 def folder_of(model: str, revision: str | None = None) -> Path | None:
     """Where a model lies on this disk: the path itself, or the hub's snapshot; None: it does not."""
-    if Path(model).is_dir():
+    if os.path.isdir(model):  # noqa: PTH112 - of a path that is too long or closed to us, Path.is_dir raises
         return Path(model)
     try:
         from huggingface_hub import try_to_load_from_cache

@@ -150,11 +150,11 @@ def _on_disk(path: str, load_format: str, revision: str | None) -> str:
     """A name for the weights that are loaded from there now."""
     if load_format in FOREIGN_LOADS:
         return f"engine {engine_id()}"
-    folder = folder_of(path, revision)
     try:
+        folder = folder_of(path, revision)
         if folder is not None:
             return weights_digest(folder, load_format)
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - SGLang's scheduler calls, and would end
         log.warning("the weights are known by their path only, their files cannot be read: %s", error)
     return f"{path} {revision or ''} {load_format}"
 

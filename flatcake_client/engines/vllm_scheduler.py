@@ -51,6 +51,7 @@ class _Known:
     request: Request
     salt: bytes
     started: bool = False  # it has blocks, or had, in this admission: its KV is of the weights of then
+    mixed: bool = False  # there was a reset since: its KV may be of both weights, and is not stored
     asked_s: float | None = None
     asked_again: bool = False  # because it was to be scheduled: the answer is used, however late vLLM comes for it
     admission: int = 0  # of vLLM: counts its preemptions
@@ -216,7 +217,9 @@ class SchedulerSide:
         """All that was stored up to now is never found by this engine again: its weights may have changed."""
         self._epoch = os.urandom(16)
         for request_id, known in self._known.items():
-            if not known.started:
+            if known.started:
+                known.mixed = True
+            else:
                 self._lookups.cancel(request_id)
                 known.asked_s = None
                 known.salt = self._salt(known.request)
@@ -280,7 +283,7 @@ class SchedulerSide:
         past = self._conversations.past(session, hashes)
         if request.num_output_tokens:
             self._conversations.turned(session, hashes, past, request.num_output_tokens)
-        if blocks <= max(known.loaded_blocks, known.stored_blocks):
+        if known.mixed or blocks <= max(known.loaded_blocks, known.stored_blocks):
             return  # nothing new; so it is, too, with a load that has not ended
         shares = self._share_counts(block_ids[:blocks])
         facts = TurnFacts(session, request.num_tokens, past.reply_tokens, past.turns + 1, shares)
@@ -316,7 +319,7 @@ class SchedulerSide:
     def store_prefill(self, output: SchedulerOutput, request_id: str) -> None:
         """A prompt whose last block is computed in this step; the workers write each layer when it is."""
         known, state = self._known.get(request_id), output.kv_connector_block_state
-        if known is None or known.stored_blocks or state is None:
+        if known is None or known.mixed or known.stored_blocks or state is None:
             return
         request = known.request
         blocks = request.num_prompt_tokens // self._block_tokens

@@ -24,7 +24,7 @@ import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as ConnectionLost
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from flatcake_server.cluster.directory import BUCKETS, TAG_BYTES, Holder
 from flatcake_server.cluster.members import INCARNATION_BYTES, Beat, Member, Verdict, decode_member
@@ -186,7 +186,7 @@ class RedisDirectory:
     async def close(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(RedisError, RedisClusterException, OSError):
                 await client.aclose()
 
     def place(self, key: bytes) -> _Place:
@@ -201,7 +201,7 @@ class RedisDirectory:
             single = redis.Redis.from_url(url, **self._options())
             try:
                 clustered = (await single.info("cluster")).get("cluster_enabled") == 1
-            except (RedisError, OSError, TimeoutError) as failure:
+            except (RedisError, RedisClusterException, OSError, TimeoutError) as failure:
                 error = failure
                 await single.aclose()
                 continue
@@ -233,7 +233,7 @@ class RedisDirectory:
                     except ConnectionLost:
                         if not tries:
                             raise
-        except (RedisError, OSError, TimeoutError, ValueError, EOFError) as error:
+        except (RedisError, RedisClusterException, OSError, TimeoutError, ValueError, EOFError) as error:
             if isinstance(self._client, redis.RedisCluster):
                 await self.close()  # who is primary of what may have changed: the next call asks again
             raise Unavailable(f"the directory does not answer: {error or type(error).__name__}") from error
