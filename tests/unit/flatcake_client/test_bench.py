@@ -9,7 +9,7 @@ import pytest
 
 import flatcake_client as fc
 from flatcake_client import bench
-from flatcake_client.bench import Figure, Measured, Pages, WrongBytes, main, measure
+from flatcake_client.bench import Figure, Measured, WrongBytes, main, measure
 from flatcake_transport.address import Medium
 
 
@@ -38,7 +38,14 @@ def test_what_is_stored_comes_back_and_is_timed(daemon, client):
 
 @pytest.mark.usefixtures("one_medium")
 def test_other_bytes_are_no_figure(client, monkeypatch):
-    monkeypatch.setattr(Pages, "same", lambda *_: False)
+    restored_s = bench._restored_s
+
+    def one_bit_off(space, keys, target):
+        took_s = restored_s(space, keys, target)
+        target.layers[-1][target.slots[-1], -1] ^= 1
+        return took_s
+
+    monkeypatch.setattr(bench, "_restored_s", one_bit_off)
     with pytest.raises(WrongBytes, match="ssd"):
         measure(client, 1, 1)
 
