@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 CONFIG_NOISE: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 # Ropes by which a key is turned by more than its position: also by the longest context that is served, or that a batch has.
 CONTEXT_ROPES: Final = frozenset(("longrope", "su", "dynamic"))
+ADAPTER_CONFIG: Final = "adapter_config.json"
 WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES_PER_FILE: Final = 64
 SAMPLE_BYTES: Final = 4096
@@ -63,14 +64,33 @@ def weights_digest(folder: Path, *also: str) -> str:
         also: what else makes other weights of the same files: how they are loaded, ...
     """
     digest = hashlib.sha256(" ".join(also).encode())
-    for path in sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
+    sample_weights(digest, folder)
+    return digest.hexdigest()[:32]
+
+
+def adapter_digest(folder: Path | None) -> str | None:
+    """Of a LoRA adapter's files; None: they are not here, or cannot be read. A millisecond or two."""
+    digest = hashlib.sha256()
+    try:
+        if folder is not None and sample_weights(digest, folder):
+            digest.update((folder / ADAPTER_CONFIG).read_bytes())
+            return digest.hexdigest()[:32]
+    except OSError as error:
+        log.warning("an adapter is known to this process only, its files cannot be read: %s", error)
+    return None
+
+
+def sample_weights(digest: hashlib._Hash, folder: Path) -> int:
+    """Samples of the weight files of a folder. Returns: how many files there are. Raises: OSError."""
+    paths = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
+    for path in paths:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
             digest.update(f"{path.name} {size_bytes}".encode())
             for number in range(SAMPLES_PER_FILE):
                 offset = max(0, size_bytes - SAMPLE_BYTES) * number // (SAMPLES_PER_FILE - 1)
                 digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
-    return digest.hexdigest()[:32]
+    return len(paths)
 
 
 def digest_of(model: str) -> str:
@@ -86,14 +106,14 @@ def digest_of(model: str) -> str:
         return ""
 
 
-def folder_of(model: str, revision: str | None = None) -> Path | None:
-    """Where a model lies on this disk: the path itself, or the hub's snapshot; None: it does not."""
+def folder_of(model: str, revision: str | None = None, file: str = "config.json") -> Path | None:
+    """Where a model lies on this disk: the path itself, or the hub's snapshot; None: it does not. `file`: one that it has."""
     if os.path.isdir(model):  # noqa: PTH112 - of a path that is too long or closed to us, Path.is_dir raises
         return Path(model)
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        config = try_to_load_from_cache(model, "config.json", revision=revision)
+        config = try_to_load_from_cache(model, file, revision=revision)
     except (ImportError, ValueError):  # no hub here, or no name that it could have
         return None
     return Path(config).parent if isinstance(config, str) else None

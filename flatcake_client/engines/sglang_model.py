@@ -26,7 +26,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_context, get_server_args
 from sglang.version import __version__
 
-from flatcake_client.engines.fingerprint import config_digest, folder_of, turns_by_context, weights_digest
+from flatcake_client.engines.fingerprint import (
+    ADAPTER_CONFIG,
+    adapter_digest,
+    config_digest,
+    folder_of,
+    turns_by_context,
+    weights_digest,
+)
 from flatcake_client.engines.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -36,7 +43,10 @@ SETTINGS: Final = (
     "dtype", "quantization", "quantization_param_path", "modelopt_quant", "quantize_and_serve",
     "model_impl", "kv_cache_dtype", "speculative_draft_model_path",
 )  # fmt: skip
-ASKED: Final = ("model_path", "revision", "load_format", "json_model_override_args", "context_length", *SETTINGS)
+ASKED: Final = (
+    "model_path", "revision", "load_format", "json_model_override_args", "context_length", "enable_lora", "lora_paths",
+    *SETTINGS,
+)  # fmt: skip
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 RESET: Final = "sglang.srt.managers.cache_controller.HiCacheController.reset"
 SAVER: Final = "sglang.srt.utils.torch_memory_saver_adapter"
@@ -82,15 +92,12 @@ def served() -> Served:
             "FlatCake as in its own cache. A --context-length up to the model's original one avoids it"
         )
     more = {name: str(settings.get(name)) for name in SETTINGS} | {"sglang": __version__}
+    more |= _adapters(settings.get("lora_paths") if settings.get("enable_lora") else ())
     digest = config_digest(config, context_tokens=settings.get("context_length"), **more)
     started = _on_disk(path, str(settings.get("load_format")), settings.get("revision"))
     weights = Weights(started, engine_id, FLUSH)
     _watch(weights)
-    arguments = get_server_args()
-    since_start = getattr(arguments, "hicache_storage_backend", None) or getattr(
-        arguments, "enable_unified_cache_external_linker", False
-    )
-    return Served(f"{Path(path).name}/{digest}", started, weights, sure=bool(since_start))
+    return Served(f"{Path(path).name}/{digest}", started, weights, sure=_since_start(get_server_args()))
 
 
 @cache
@@ -146,6 +153,28 @@ def _config(folder: Path | None, changed: str) -> dict[str, Any]:
         return {"changed": changed}
 
 
+def _since_start(arguments: Any) -> bool:
+    """Whether FlatCake was there when the engine began. `arguments`: of its start; attaching and detaching leave them as they are.
+
+    Another backend's start is not ours: what changed under it was not watched.
+    """
+    linked = getattr(arguments, "enable_unified_cache_external_linker", False)
+    way = "unified_cache_external_linker_backend" if linked else "hicache_storage_backend"
+    return bool(getattr(arguments, way, None) == "dynamic")
+
+
+def _adapters(paths: Any) -> dict[str, str]:
+    """What files of `--lora-paths` hold: SGLang names these adapters by name and path only. Empty where there are none, so that names stay.
+
+    Adapters that cannot be read make the space this engine's alone. Those loaded by request have a number of their own each time.
+    """
+    found = {}
+    for each in paths or ():
+        folder = folder_of(each.lora_path, None, ADAPTER_CONFIG)
+        found[each.lora_name] = adapter_digest(folder) or engine_id()
+    return {"adapters": json.dumps(found, sort_keys=True)} if found else {}
+
+
 def _on_disk(path: str, load_format: str, revision: str | None) -> str:
     """A name for the weights that are loaded from there now."""
     if load_format in FOREIGN_LOADS:
@@ -177,10 +206,14 @@ def _watch(weights: Weights) -> None:
     ) -> Any:
         before = _on_disk(model_path, load_format, None)
         weights.changed(before)
-        done = original(self, model_path, load_format, *more, **named)
-        if not done[0] or _on_disk(model_path, load_format, None) != before:
-            weights.changed()  # what is loaded now has no name
-        return done
+        named_right = False
+        try:
+            done = original(self, model_path, load_format, *more, **named)
+            named_right = done[0] and _on_disk(model_path, load_format, None) == before
+            return done
+        finally:
+            if not named_right:
+                weights.changed()  # what is loaded now has no name
 
     def flushed(*_: Any, **__: Any) -> None:
         weights.flushed()

@@ -14,8 +14,13 @@ import torch
 from conformance.connectors import Engine, Shape
 from engines.sglang.harness import StorageHarness
 from engines.sglang.linker_harness import LinkerHarness
+from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.arg_groups.lora_hook import check_lora_server_args
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
 
 from flatcake_client.engines import sglang_model
 
@@ -42,13 +47,8 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def settings(folder, monkeypatch):
-    """What SGLang resolved its arguments to, in a process whose weights nobody watches yet."""
-    settings = {"model_path": str(folder), "load_format": "auto", "dtype": "bfloat16", "context_length": None}
-    arguments = SimpleNamespace(hicache_storage_backend="dynamic", kv_cache_dtype="auto")
-    monkeypatch.setattr(sglang_model, "_settings", lambda: settings)
-    monkeypatch.setattr(sglang_model, "get_server_args", lambda: arguments)
-    settings["arguments"] = arguments
+def unwatched(folder, monkeypatch):
+    """A process whose weights nobody watches yet."""
     sglang_model.served.cache_clear()
     HookRegistry.reset()
     for owner, names in (
@@ -59,9 +59,36 @@ def settings(folder, monkeypatch):
             monkeypatch.setattr(
                 owner, name, loads(folder) if name == "update_weights_from_disk" else lambda *_, **__: (True, "")
             )
-    yield settings
+    yield
     HookRegistry.reset()
     sglang_model.served.cache_clear()
+
+
+@pytest.fixture
+def settings(folder, monkeypatch, unwatched):
+    """What SGLang resolved its arguments to."""
+    settings = {"model_path": str(folder), "load_format": "auto", "dtype": "bfloat16", "context_length": None}
+    arguments = SimpleNamespace(hicache_storage_backend="dynamic", kv_cache_dtype="auto")
+    monkeypatch.setattr(sglang_model, "_settings", lambda: settings)
+    monkeypatch.setattr(sglang_model, "get_server_args", lambda: arguments)
+    settings["arguments"] = arguments
+    return settings
+
+
+@pytest.fixture
+def started(folder, unwatched):
+    """What is served by an engine started with such arguments: SGLang's own, resolved as far as adapters go, and published."""
+
+    def started(**arguments):
+        sglang_model.served.cache_clear()
+        HookRegistry.reset()
+        told = ServerArgs(model_path=str(folder), **arguments)
+        check_lora_server_args(told)
+        get_context().set_server_args(told)
+        return sglang_model.served()
+
+    with get_context().override_server_args():
+        yield started
 
 
 def loads(folder):
@@ -70,6 +97,8 @@ def loads(folder):
     def update_weights_from_disk(_self, model_path, load_format, **_):
         if (folder / "while").exists():
             (folder / "model.safetensors").write_bytes(b"overwritten while it was read")
+        if (folder / "raise").exists():
+            raise RuntimeError("as a rollback that fails")
         return not (folder / "fail").exists(), ""
 
     return update_weights_from_disk
@@ -103,11 +132,45 @@ def test_what_changes_kv_of_equal_shapes_is_another_space(settings, folder):
 
 def test_all_that_the_name_is_made_of_is_a_setting_of_this_sglang():
     """What a version does not have is left out without a word."""
-    from sglang.srt.arg_groups.arg_utils import namespace_of
-    from sglang.srt.server_args import ServerArgs
-
     assert set(sglang_model.ASKED) <= set(namespace_of(ServerArgs))
-    assert {"hicache_storage_backend", "enable_unified_cache_external_linker"} <= set(ServerArgs.__struct_fields__)
+
+
+def adapter(folder, weights, config="{}"):
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    (folder / "adapter_config.json").write_text(config)
+
+
+def test_adapters_of_the_start_are_their_files(started, folder):
+    """SGLang has name and path in the hashes of pages, and nothing else of them."""
+    bot, other = folder / "bot", folder / "other"
+    adapter(bot, b"1" * 9000)
+    adapter(other, b"1" * 9000)
+    none, first = started().model, started(lora_paths=[f"bot={bot}"]).model
+    assert get_context().config_leaf("lora_paths")[0].lora_id == LoRARef.deterministic_id("bot", str(bot))
+    assert none != first
+    assert started(lora_paths=[f"bot={bot}"]).model == first
+    assert started(lora_paths={"bot": str(bot)}).model == first
+    assert started(lora_paths=[f"bot={other}"]).model == first, "the path is in SGLang's hashes"
+    assert started(lora_paths=[f"bot={bot}"], enable_lora=False).model == none
+    models = {none, first, started(lora_paths=[f"bot={bot}", f"other={other}"]).model}
+    for weights, config in ((b"1" * 8999 + b"2", "{}"), (b"1" * 9000, '{"lora_alpha": 2}')):
+        adapter(bot, weights, config)
+        models.add(started(lora_paths=[{"lora_name": "bot", "lora_path": str(bot)}]).model)
+    assert len(models) == 5
+    adapter(bot, b"1" * 9000)
+    assert started(lora_paths=[f"bot={bot}"]).model == first
+
+
+def test_an_adapter_that_cannot_be_read_is_known_to_this_engine_only(started, folder, monkeypatch):
+    (folder / "bot").mkdir()  # without weights
+    for path in ("bot", "nowhere", "x" * 5000):
+        lora_paths = [f"bot={folder / path}"]
+        first = started(lora_paths=lora_paths).model
+        assert started(lora_paths=lora_paths).model == first
+        with monkeypatch.context() as patch:
+            patch.setattr(sglang_model, "engine_id", lambda: "another")
+            assert started(lora_paths=lora_paths).model != first
 
 
 @pytest.fixture
@@ -172,6 +235,34 @@ def test_weights_from_disk_are_known_by_their_files(engine, folder):
     assert engine.load(tokens) == 5
 
 
+def test_an_update_from_disk_that_raises_leaves_weights_without_a_name(engine, folder):
+    tokens = engine.tokens(1, 5)
+    assert engine.store(tokens)
+    (folder / "model.safetensors").write_bytes(b"second")
+    (folder / "raise").touch()
+    update = updater.WeightUpdater.update_weights_from_disk
+    with pytest.raises(RuntimeError, match="rollback"):
+        update(None, str(folder), "auto")
+    flush()
+    assert engine.store(tokens), "under a name of this engine's own"
+    (folder / "raise").unlink()
+    update(None, str(folder), "auto")
+    flush()
+    assert engine.lookup(tokens) == 0
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "/proc/1/root/x", "a\0b", ""], ids=["long", "closed", "null", "empty"])
+def test_a_path_that_nothing_can_lie_at_is_an_answer_of_sglangs(engine, folder, path):
+    """Its scheduler calls, and would end."""
+    tokens = engine.tokens(1, 5)
+    assert engine.store(tokens)
+    (folder / "fail").touch()
+    assert updater.WeightUpdater.update_weights_from_disk(None, path, "auto") == (False, "")
+    assert not engine.store(tokens)
+    flush()
+    assert engine.lookup(tokens) == 0
+
+
 @pytest.mark.parametrize("fault", ["fail", "while"])
 def test_an_update_from_disk_that_fails_or_is_overtaken_leaves_weights_without_a_name(engine, folder, fault):
     tokens = engine.tokens(1, 5)
@@ -216,13 +307,26 @@ def test_the_linkers_transfers_rest_before_the_memory_of_the_pools_is_taken_away
     engine.harness.close()
 
 
-def test_who_was_attached_to_a_running_engine_shares_with_nobody_unless_the_weights_are_named(settings, caplog):
-    assert "engine" not in space_of(settings)[1]
-    settings["arguments"].hicache_storage_backend = None
-    name = space_of(settings)[1]
-    assert name.startswith("engine ")
-    assert 'Set "weights"' in caplog.text
-    assert sglang_model.served().weights_name("v7").startswith("v7 ")
+def test_who_was_attached_to_a_running_engine_shares_with_nobody_unless_the_weights_are_named(started, caplog):
+    linked = "enable_unified_cache_external_linker", "unified_cache_external_linker_backend"
+    ours = {"hicache_storage_backend": "dynamic"}, dict(zip(linked, (True, "dynamic"), strict=True))
+    for arguments in ours:
+        assert "engine" not in started(**arguments).weights_name("")
+    get_context().override("attached again", hicache_storage_backend="file")
+    assert sglang_model.get_server_args().hicache_storage_backend is None, "what it was at the start"
+    assert not caplog.text
+    others = (
+        {},
+        {"hicache_storage_backend": "file"},
+        dict(zip(linked, (True, "mori"), strict=True)),
+        {linked[1]: "dynamic"},
+    )
+    for arguments in others:
+        caplog.clear()
+        served = started(**arguments)
+        assert served.weights_name("").startswith("engine ")
+        assert 'Set "weights"' in caplog.text
+        assert served.weights_name("v7").startswith("v7 ")
 
 
 def test_a_version_of_sglang_that_cannot_be_watched_says_so(settings, monkeypatch, caplog):

@@ -9,6 +9,7 @@ import pytest
 from flatcake_client.engines.fingerprint import (
     SAMPLE_BYTES,
     SAMPLES_PER_FILE,
+    adapter_digest,
     config_digest,
     folder_of,
     turns_by_context,
@@ -72,3 +73,19 @@ def test_where_a_model_lies(tmp_path):
     assert folder_of(str(tmp_path)) == tmp_path
     assert folder_of("nobody/has-this-model") is None
     assert folder_of("s3://bucket/model") is None
+    assert folder_of("a" * 5000) is None, "a path that is too long is one where nothing lies"
+
+
+def test_an_adapter_is_its_weights_and_its_configuration(tmp_path):
+    assert adapter_digest(None) is None
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    assert adapter_digest(tmp_path) is None, "half of it"
+    digests = set()
+    for weights, config in ((b"1", "{}"), (b"2", "{}"), (b"1", '{"lora_alpha": 2}')):
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        (tmp_path / "adapter_config.json").write_text(config)
+        digests.add(adapter_digest(tmp_path))
+    assert len(digests) == 3
+    assert None not in digests
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert adapter_digest(tmp_path) is None
