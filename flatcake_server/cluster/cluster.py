@@ -284,8 +284,11 @@ class Cluster:
     async def _sweeps(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            self.remote.sweep()
-            self.service.sweep()
+            try:
+                self.remote.sweep()
+                self.service.sweep()
+            except Exception:
+                log.exception("a sweep of leases failed in a way nobody foresaw; the next one comes")
 
     # -- what operators see ------------------------------------------------------------------------------------------
 

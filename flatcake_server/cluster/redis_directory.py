@@ -2,7 +2,7 @@
 
     fc:{<cluster>}:members    a hash: id -> incarnation and record
     fc:{<cluster>}:until      a sorted set: when each id is free again, by the server's clock
-    fc:{<cluster>}:version    counts who came and went, also by that clock: an unchanged list is not sent
+    fc:{<cluster>}:version    counts who came and went, from the time of its making on: an unchanged list is not sent
     fc:<cluster>:b:<bucket>   a sorted set: entries of the anchors that fall into this bucket, see `_Place`
 
 The first three share a slot, so a beat is one script, atomic on one server. Buckets are spread over the cluster and go in
@@ -38,6 +38,9 @@ CONNECTIONS_MAX: Final = 64
 _BEAT: Final = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+if redis.call('EXISTS', KEYS[3]) == 0 then
+  redis.call('SET', KEYS[3], string.format('%.0f', now))
+end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do
   redis.call('HDEL', KEYS[1], id)
   redis.call('ZREM', KEYS[2], id)
@@ -57,9 +60,9 @@ else
   redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[5])
   for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[4] * 10) end
 end
-local version = redis.call('GET', KEYS[3]) or '0'
+local version = redis.call('GET', KEYS[3])
 local reply = {verdict, held or '', version}
-if version ~= ARGV[6] then
+if verdict == 1 or version ~= ARGV[6] then
   for _, record in ipairs(redis.call('HVALS', KEYS[1])) do table.insert(reply, record) end
 end
 return reply
@@ -120,13 +123,12 @@ class RedisDirectory:
         # Never asked twice by itself: the second answer would be RENEWED where the lost first one was FRESH.
         reply = await self._ask(lambda client: client.eval(_BEAT, 3, *arguments), tries=1)
         verdict, held, version, *records = reply
-        listed = version != known
         self._version = version
         holder = decode_member(held) if _VERDICTS[verdict] is Verdict.TAKEN else None
         if holder is None and _VERDICTS[verdict] is Verdict.TAKEN:
             holder = Member(me.node_id, held[:INCARNATION_BYTES], "")  # of another format: somebody all the same
         everyone = tuple(member for record in records if (member := decode_member(record)) is not None)
-        return Beat(_VERDICTS[verdict], holder, everyone if listed else None)
+        return Beat(_VERDICTS[verdict], holder, everyone if records else None)
 
     async def leave(self, me: Member) -> None:
         await self._ask(lambda client: client.eval(_LEAVE, 3, *self._membership, me.incarnation, me.node_id))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 import numpy as np
@@ -30,7 +30,7 @@ from flatcake_transport.errors import FlatCakeError
 log = logging.getLogger(__name__)
 
 PUBLISH_PAUSE_S: Final = 0.1  # between two looks for what to publish: a commit is seen by others within it
-PUBLISH_RETRY_S: Final = 1.0
+RETRY_S: Final = 1.0
 SWEEP_PAUSE_S: Final = 0.5
 SEGMENTS_A_STEP: Final = 500  # published together at the start: a millisecond of the loop
 
@@ -79,21 +79,35 @@ class Telling:
             await asyncio.sleep(0)
 
     async def publishes(self) -> None:
+        await self._keeps_on(self._publish, "told")
+
+    async def sweeps(self) -> None:
+        await self._keeps_on(self._sweep, "swept")
+
+    async def _keeps_on(self, step: Callable[[], Awaitable[None]], what: str) -> None:
+        """Nothing that goes wrong ends it: a node that tells and sweeps no more would look well."""
         while True:
-            now_s = self._now_s()
-            batch = self.publisher.take(now_s) if self._sure() else None
-            keys = self.publisher.audit(now_s) if batch is None and self._sure() else ()
             try:
-                if batch is not None:
-                    await self._tell(batch)
-                elif keys:
-                    await self._audit(keys)
-                else:
-                    await asyncio.sleep(PUBLISH_PAUSE_S)
+                await step()
             except FlatCakeError as error:
-                self._counts["directory_failures"] += 1
-                log.info("the directory is told again later: %s", error)
-                await asyncio.sleep(PUBLISH_RETRY_S)
+                log.info("the directory is %s later: %s", what, error)
+            except Exception:
+                log.exception("the directory is %s later, for a reason nobody foresaw", what)
+            else:
+                continue
+            self._counts["directory_failures"] += 1
+            await asyncio.sleep(RETRY_S)
+
+    async def _publish(self) -> None:
+        now_s = self._now_s()
+        batch = self.publisher.take(now_s) if self._sure() else None
+        keys = self.publisher.audit(now_s) if batch is None and self._sure() else ()
+        if batch is not None:
+            await self._tell(batch)
+        elif keys:
+            await self._audit(keys)
+        else:
+            await asyncio.sleep(PUBLISH_PAUSE_S)
 
     async def _tell(self, batch: Batch) -> None:
         self._counts["directory/tell"] += 1
@@ -111,20 +125,14 @@ class Telling:
         found = await self._directory.probe(keys, peer_time_s=0.0)
         self.publisher.audited([key for key, holders in zip(keys, found, strict=True) if mine not in holders])
 
-    async def sweeps(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_PAUSE_S)
-            now_s = self._now_s()
-            buckets = self._sweeper.take(now_s, self._membership.me.node_id) if self._sure() else range(0)
-            if not buckets:
-                continue
+    async def _sweep(self) -> None:
+        await asyncio.sleep(SWEEP_PAUSE_S)
+        now_s = self._now_s()
+        buckets = self._sweeper.take(now_s, self._membership.me.node_id) if self._sure() else range(0)
+        if buckets:
             self._counts["directory/sweep"] += 1
-            try:
-                dead = lambda holders, now_s=now_s: self._sweeper.dead(holders, now_s)  # noqa: E731
-                self._counts["entries_swept"] += await self._directory.sweep(buckets, dead)
-            except FlatCakeError as error:
-                self._counts["directory_failures"] += 1
-                log.info("the directory is swept later: %s", error)
+            dead = lambda holders: self._sweeper.dead(holders, now_s)  # noqa: E731
+            self._counts["entries_swept"] += await self._directory.sweep(buckets, dead)
 
     def _sure(self) -> bool:
         return self._membership.state(self._now_s()) is State.JOINED and not self._membership.beats_failed

@@ -16,6 +16,7 @@ from wire import Refused
 
 from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc, store_pb2, store_pb2_grpc
 from flatcake_server.app import Node
+from flatcake_server.cluster import cluster as cluster_module
 from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.peers import Peers
 from flatcake_server.rpc_admin import AdminClient
@@ -99,6 +100,23 @@ def test_memory_that_peers_read_has_checksums(tmp_path):
                     return bool(wire.welcome.memory_checksums)
 
             assert await asyncio.to_thread(asked)
+
+    run(work())
+
+
+def test_leases_are_swept_also_after_a_sweep_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_module, "SWEEP_S", 0.005)
+
+    async def work() -> None:
+        async with nodes(tmp_path, 1) as (one,):
+            sweeps = []
+
+            def sweep(_) -> None:
+                sweeps.append(len(sweeps))
+                assert len(sweeps) > 1, "the first one fails"
+
+            monkeypatch.setattr(type(one.cluster.remote), "sweep", sweep)
+            await soon(lambda: len(sweeps) > 2)
 
     run(work())
 

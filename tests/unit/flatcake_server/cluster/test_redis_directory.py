@@ -104,6 +104,40 @@ def test_who_lapses_is_off_the_list_that_the_others_are_sent(server):
     run(server.url, work)
 
 
+def test_after_its_data_was_lost_nobody_keeps_the_old_list(server):
+    """As many come again as there were: who counts from nothing would come to what all know already."""
+    name = secrets.token_hex(4)
+    again = [replace(ME, node_id=number, incarnation=bytes([number]) * 16) for number in (1, 2, 3)]
+    reborn = replace(again[0], incarnation=b"reborn, reborn!!")
+
+    async def work(_):
+        nodes = [RedisDirectory(server.url, name, timeout_s=2.0, buckets=BUCKETS) for _ in range(4)]
+        for me, node in [*zip(again, nodes, strict=False)] * 2:
+            await node.beat(me, 10, b"", members=False)
+        server.command("FLUSHALL")
+        order = [(reborn, nodes[3]), (again[1], nodes[1]), (again[2], nodes[2])]
+        beats = [await node.beat(me, 10, b"", members=False) for me, node in order]
+        assert [beat.verdict for beat in beats] == [Verdict.FRESH] * 3
+        assert set(beats[2].members) == {reborn, *again[1:]}, "it is sent what it believes to know"
+        for me, node in order:
+            await node.beat(me, 10, b"", members=False)
+        assert (await nodes[2].beat(again[2], 10, b"", members=False)).members is None
+        for node in nodes:
+            await node.close()
+
+    run(server.url, work)
+
+
+def test_a_version_that_begins_again_is_none_that_was(server):
+    """It begins with the time: what was counted before is behind it."""
+
+    async def work(directory):
+        await directory.beat(ME, 10, b"", members=False)
+        assert abs(int(directory._version) / 1000 - time.time()) < 60
+
+    run(server.url, work)
+
+
 def test_ids_expire_by_the_directory_s_clock_and_anchors_do_not(server):
     async def work(directory):
         await directory.beat(ME, 0.1, b"", members=True)

@@ -87,7 +87,7 @@ class Node:
 
 @pytest.fixture
 def node(monkeypatch):
-    for name in ("PUBLISH_PAUSE_S", "PUBLISH_RETRY_S", "SWEEP_PAUSE_S"):
+    for name in ("PUBLISH_PAUSE_S", "RETRY_S", "SWEEP_PAUSE_S"):
         monkeypatch.setattr(module, name, 0.005)
     return Node()
 
@@ -146,6 +146,44 @@ def test_a_silent_directory_is_counted_and_told_later(node):
         await soon(lambda: node.directory.of(MINE) == ANCHORS)
 
     run(node, work)
+
+
+@pytest.mark.parametrize("where", ["take", "audit", "tell", "probe"])
+def test_what_nobody_foresaw_does_not_end_the_telling(node, monkeypatch, where):
+    owner = node.directory if where in ("tell", "probe") else node.telling.publisher
+    fails_at_first(monkeypatch, owner, where)
+
+    async def work():
+        node.changes(visible=True)
+        await soon(lambda: node.counts["directory_failures"] == 1 and node.directory.of(MINE) == ANCHORS)
+        node.directory.entries = set()
+        await soon(lambda: node.directory.of(MINE) == ANCHORS)
+
+    run(node, work)
+
+
+@pytest.mark.parametrize("where", ["take", "sweep"])
+def test_what_nobody_foresaw_does_not_end_the_sweeping(node, monkeypatch, where):
+    fails_at_first(monkeypatch, node.directory if where == "sweep" else node.telling._sweeper, where)
+
+    async def work():
+        await soon(lambda: node.counts["directory_failures"] == 1)
+        node.directory.entries = {(b"k" * 16, OLD)}
+        await soon(lambda: node.counts["entries_swept"] == 1)
+
+    run(node, work)
+
+
+def fails_at_first(monkeypatch, owner, name):
+    real, calls = getattr(owner, name), []
+
+    def call(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("the test broke it")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
 
 
 def test_a_node_that_is_not_sure_of_its_number_tells_nothing(node):
