@@ -293,8 +293,9 @@ async def check_files(store: Store) -> list[str]:
             continue
         try:
             wrong, stray = await _compare_files(store, disk)
-            if stray:  # one that came and went during the look is not there at the next
-                stray &= (await _compare_files(store, disk))[1]
+            if wrong or stray:  # what was under way during the look is over at the next
+                wrong_again, stray_again = await _compare_files(store, disk)
+                wrong, stray = [one for one in wrong if one in wrong_again], stray & stray_again
         except FlatCakeError as error:
             findings.append(f"{disk.path}: cannot be listed: {error}")
             continue

@@ -23,6 +23,7 @@ from flatcake_server.cluster.directory import TAG_BYTES, Directory, Holder
 from flatcake_server.cluster.members import Beat, Membership, State
 from flatcake_server.cluster.publisher import Batch, Publisher
 from flatcake_server.cluster.sweeper import Sweeper
+from flatcake_server.pace import Pace
 from flatcake_server.records import SegmentRecord
 from flatcake_transport.address import MISSING
 from flatcake_transport.errors import FlatCakeError
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 PUBLISH_PAUSE_S: Final = 0.1  # between two looks for what to publish: a commit is seen by others within it
 RETRY_S: Final = 1.0
 SWEEP_PAUSE_S: Final = 0.5
-SEGMENTS_A_STEP: Final = 500  # published together at the start: a millisecond of the loop
 
 
 class Telling:
@@ -73,10 +73,10 @@ class Telling:
 
     async def publish_stored(self) -> None:
         """All that was here before the start, in steps: nobody's lookup waits for it."""
-        segments = list(self._catalog.segments)
-        for first in range(0, len(segments), SEGMENTS_A_STEP):
-            self._changed(segments[first : first + SEGMENTS_A_STEP], True)
-            await asyncio.sleep(0)
+        pace = Pace()
+        for segment in list(self._catalog.segments):
+            self._changed((segment,), True)  # of one that went meanwhile nothing is in the index
+            await pace.rest()
 
     async def publishes(self) -> None:
         await self._keeps_on(self._publish, "told")

@@ -13,6 +13,7 @@ import pytest
 from cluster_nodes import soon
 from waiting import pause
 
+from flatcake_server import pace
 from flatcake_server.cluster import telling as module
 from flatcake_server.cluster.directory import Holder
 from flatcake_server.cluster.members import Beat, Member, Membership, Verdict
@@ -65,7 +66,7 @@ class Node:
         self.held: set[bytes] = set()
         self.directory, self.counts = Directory(), Counter()
         self.membership = Membership(ME, 60.0)
-        catalog = SimpleNamespace(present=self._present, segments=[], watch=None)
+        catalog = self.catalog = SimpleNamespace(present=self._present, segments=[], watch=None)
         publisher = Publisher(1e6, audit_s=0.01, audit_keys=2)
         sweeper = Sweeper(0.5, 0.05, buckets=8, rate_max=1e6)
         now_s = time.monotonic
@@ -146,6 +147,27 @@ def test_a_silent_directory_is_counted_and_told_later(node):
         await soon(lambda: node.directory.of(MINE) == ANCHORS)
 
     run(node, work)
+
+
+def test_others_have_their_turn_while_all_that_is_stored_is_published(node, monkeypatch):
+    monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    monkeypatch.setattr(pace, "REST_S", 0.0)
+    node.held = {key.tobytes() for key in KEYS}
+    node.catalog.segments = [SimpleNamespace(keys=KEYS, first_block=0, blocks=len(KEYS))] * 50
+    turns = []
+
+    async def others():
+        while len(turns) < 100:
+            turns.append(await asyncio.sleep(0))
+
+    async def work():
+        beside = asyncio.ensure_future(others())
+        await node.telling.publish_stored()
+        beside.cancel()
+
+    asyncio.run(work())
+    assert len(turns) >= 49, "one a segment"
+    assert node.telling.publisher.wants() == ANCHORS
 
 
 @pytest.mark.parametrize("where", ["take", "audit", "tell", "probe"])
