@@ -7,6 +7,7 @@ the last moments.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -34,15 +35,12 @@ async def tell_uses(catalog: Catalog, disks: Mapping[int, Disk]) -> None:
 
 async def _tell(disk: Disk, sessions: Iterable[Session]) -> None:
     # Whoever has a lock, or a turn under way, writes the session down itself, or ends it. By number, as all do that take several.
-    free = [session for session in sessions if session.holds == 0 and not session.lock.locked()]
-    mine = sorted(free, key=lambda session: session.session_no)
-    for session in mine:
-        await session.lock.acquire()
-    try:
-        known = [
-            session for session in mine if not session.gone and any(file.committed_bytes for file in session.files)
-        ]
+    # Each is asked just before: while one was waited for, a writer may have come, who may wait for room that others make.
+    async with contextlib.AsyncExitStack() as locks:
+        known = []
+        for session in sorted(sessions, key=lambda session: session.session_no):
+            if session.holds == 0 and not session.lock.locked():
+                await locks.enter_async_context(session.lock)
+                known.append(session)
+        known = [session for session in known if not session.gone and any(f.committed_bytes for f in session.files)]
         await disk.run(disk.journal.put_session, *(session.record() for session in known))
-    finally:
-        for session in mine:
-            session.lock.release()

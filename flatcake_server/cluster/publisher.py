@@ -8,7 +8,7 @@ Nothing is refreshed: an entry counts for as long as its node is a member under 
 (sweeper.py). What a directory loses behind our back (a shard that came back empty, an eviction) is found by looking: `audit` names a
 few of the published anchors every `audit_s`, each in its turn, and more as long as some of them are missing there.
 
-A published key is neither pending nor in flight; a wish that is pending is newer than what is in flight. Memory: some 150 bytes an anchor, 1/16 of the blocks.
+A key is published, told again, or pending, never two of these; a wish that is pending is newer than what is in flight. Memory: some 150 bytes an anchor, 1/16 of the blocks.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Publisher:
         self._audit_s, self._audit_keys = audit_s, audit_keys
         self._pending: OrderedDict[bytes, bool] = OrderedDict()
         self._published: OrderedDict[bytes, None] = OrderedDict()  # those that were not looked for longest come first
+        self._again: OrderedDict[bytes, None] = OrderedDict()  # were published, and are told again before all wishes
         self._flying: Batch | None = None
         self._puts_flying: frozenset[bytes] = frozenset()
         self._doubtful = False  # the batch in flight may have been lost with the directory's data
@@ -87,14 +88,15 @@ class Publisher:
         for key in anchors:
             if key in self._puts_flying:
                 self._pending.pop(key, None)
-            elif key not in self._published:
+            elif key not in self._published and key not in self._again:
                 self._pending[key] = True
 
     def remove(self, anchors: Iterable[bytes]) -> None:
         """They are held here no longer. Unknown ones are fine."""
         for key in anchors:
-            known = key in self._published or key in self._pending or key in self._puts_flying
+            known = any(key in keys for keys in (self._published, self._again, self._pending, self._puts_flying))
             self._published.pop(key, None)
+            self._again.pop(key, None)
             if known:
                 if len(self._pending) < self._pending_max or key in self._puts_flying:
                     self._pending[key] = False
@@ -104,11 +106,13 @@ class Publisher:
     def take(self, now_s: float) -> Batch | None:
         """What to tell now, or None: nothing is wished, the rate is used up, or a batch is in flight."""
         room = min(self._batch_max, self._earned(now_s))
-        if self._flying is not None or room < 1 or not self._pending:
+        if self._flying is not None or room < 1 or not (self._pending or self._again):
             return None
-        puts: list[bytes] = []
+        puts: list[bytes] = list(islice(self._again, room))
         withdrawn: list[bytes] = []
-        for key, wanted in list(islice(self._pending.items(), room)):
+        for key in puts:
+            del self._again[key]
+        for key, wanted in list(islice(self._pending.items(), room - len(puts))):
             del self._pending[key]
             (puts if wanted else withdrawn).append(key)
         self._flying, self._puts_flying, self._doubtful = Batch(tuple(puts), tuple(withdrawn)), frozenset(puts), False
@@ -131,19 +135,21 @@ class Publisher:
         """Whether the batch in flight arrived is not known: its keys are told again, before all others."""
         batch = self._landed()
         self._failed_total += len(batch)
-        for keys, wanted in ((batch.withdrawn, False), (batch.puts, True)):
-            for key in keys:
-                if key not in self._pending:
-                    self._pending[key] = wanted
-                    self._pending.move_to_end(key, last=False)
+        for key in batch.withdrawn:
+            if key not in self._pending:
+                self._pending[key] = False
+                self._pending.move_to_end(key, last=False)
+        for key in batch.puts:
+            if key not in self._pending:
+                self._again[key] = None
+                self._again.move_to_end(key, last=False)
 
     def publish_again(self) -> None:
-        """The directory may hold nothing of ours: all is told again, what was published first at first."""
+        """The directory may hold nothing of ours: all is told again. Of hundreds of thousands none is touched here."""
         self._doubtful = True
-        for key in reversed(self._published):
-            self._pending[key] = True
-            self._pending.move_to_end(key, last=False)
-        self._published.clear()
+        few, many = sorted((self._again, self._published), key=len)
+        many.update(few)  # few: what was told since the last time, or what was left of it
+        self._again, self._published = many, OrderedDict()
 
     def audit(self, now_s: float) -> tuple[bytes, ...]:
         """Published anchors to look for in the directory now; the answer goes to `audited`. Empty: not yet."""
@@ -170,7 +176,7 @@ class Publisher:
         flying = len(self._flying) if self._flying else 0
         return PublisherStats(
             published=len(self._published),
-            pending=len(self._pending) + flying,
+            pending=len(self._again) + len(self._pending) + flying,
             published_total=self._published_total,
             withdrawn_total=self._withdrawn_total,
             failed_total=self._failed_total,
@@ -179,7 +185,7 @@ class Publisher:
 
     def wants(self) -> set[bytes]:
         """All keys that will be in the directory once it has been told everything. For tests."""
-        held = set(self._published) | {key for key in self._puts_flying if self._pending.get(key, True)}
+        held = {*self._published, *self._again} | {key for key in self._puts_flying if self._pending.get(key, True)}
         return held | {key for key, wanted in self._pending.items() if wanted}
 
     def _earned(self, now_s: float) -> int:

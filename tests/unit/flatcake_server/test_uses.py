@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from core import Core
+from core import Core, Yield
 
 from flatcake_server.uses import TELL_S, tell_uses
 from flatcake_transport.space import SpaceSpec
@@ -71,5 +73,27 @@ def test_who_has_the_session_s_lock_writes_it_down_itself(core):
     async def beside() -> None:
         async with session.lock:
             await tell_uses(core.store.catalog, core.store.disks)
+
+    core.do(beside())
+
+
+def test_who_came_while_another_s_lock_was_waited_for_is_not_waited_for(core):
+    """He may have the lock until somebody gives room who waits for ours."""
+    first, second = (core.store.catalog.find(ONE.fingerprint, name) for name in ("read", "forgotten"))
+    assert first.pool == second.pool
+    core.store.catalog.used = {first.session_no, second.session_no}
+
+    async def beside() -> None:
+        await first.lock.acquire()
+        before_us = asyncio.ensure_future(first.lock.acquire())
+        await Yield()
+        telling = asyncio.ensure_future(tell_uses(core.store.catalog, core.store.disks))
+        first.lock.release()  # nobody has it for a moment, and somebody is next
+        await Yield()
+        async with second.lock:
+            await before_us
+            assert not telling.done()
+            first.lock.release()
+            await asyncio.wait_for(telling, 2)
 
     core.do(beside())

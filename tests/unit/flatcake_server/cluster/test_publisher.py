@@ -113,6 +113,35 @@ def test_a_directory_that_lost_its_data_is_told_all_also_what_was_on_its_way():
     assert {*told(publisher).puts, *told(publisher).puts} == {b"a", b"b", b"c"}
 
 
+def test_telling_all_again_touches_no_key_and_goes_before_what_is_new():
+    """There are hundreds of thousands, and the event loop waits."""
+
+    class Key(bytes):
+        hashed = 0
+
+        def __hash__(self):
+            Key.hashed += 1
+            return bytes.__hash__(self)
+
+    keys = [Key(b"%03d" % n) for n in range(300)]
+    publisher = Publisher(1000, batch_max=100)
+    publisher.add(keys)
+    told(publisher), told(publisher), told(publisher)
+    publisher.add([b"new"])
+    before = Key.hashed
+    publisher.publish_again()
+    assert Key.hashed == before
+    publisher.remove(keys[:1])
+    publisher.add(keys[1:2])
+    assert publisher.stats().pending == 301
+    assert told(publisher).puts == tuple(keys[1:101])
+    publisher.publish_again()
+    assert publisher.wants() == {*keys[1:], b"new"}
+    rest = [told(publisher), told(publisher), told(publisher, 1.0), told(publisher, 1.0)]
+    assert sorted(key for batch in rest for key in batch.puts) == sorted([*keys[1:], b"new"])
+    assert [key for batch in rest for key in batch.withdrawn] == keys[:1]
+
+
 @pytest.mark.parametrize(("rate_max", "batch_max"), [(0, 1), (1, 0)])
 def test_nonsense_is_refused(rate_max, batch_max):
     with pytest.raises(ValueError, match="above 0"):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cluster_nodes import soon
+from core import Yield
 from waiting import pause
 
 from flatcake_server import pace
@@ -158,7 +159,7 @@ def test_others_have_their_turn_while_all_that_is_stored_is_published(node, monk
 
     async def others():
         while len(turns) < 100:
-            turns.append(await asyncio.sleep(0))
+            turns.append(await Yield())
 
     async def work():
         beside = asyncio.ensure_future(others())
