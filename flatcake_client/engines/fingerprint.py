@@ -36,11 +36,15 @@ def config_digest(config: Mapping[str, Any], *, context_tokens: int | None = Non
         context_tokens: the longest context that is served; counts where the rope depends on it.
         more: what else changes KV of equal shapes, by name: quantization, ...
     """
-    described = {name: value for name, value in config.items() if name not in CONFIG_NOISE}
-    text = json.dumps([described, more], sort_keys=True, default=str)
+    text = json.dumps([described(config), more], sort_keys=True, default=str)
     if turns_by_context(config):
         text += f" {context_tokens}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, less what it says of its file and not of the model."""
+    return {name: value for name, value in config.items() if name not in CONFIG_NOISE}
 
 
 def turns_by_context(config: Mapping[str, Any]) -> bool:
@@ -58,13 +62,16 @@ def _ropes(config: Mapping[str, Any], *, inside: bool = False) -> Iterator[str]:
 
 
 def weights_digest(folder: Path, *also: str) -> str:
-    """Of samples of the weight files in a folder. Raises: OSError: they cannot be read.
+    """Of samples of the weight files in a folder, or of the one file; by its path where there are none.
+
+    Raises: OSError: they cannot be read.
 
     Args:
         also: what else makes other weights of the same files: how they are loaded, ...
     """
     digest = hashlib.sha256(" ".join(also).encode())
-    sample_weights(digest, folder)
+    if not sample_weights(digest, folder):
+        digest.update(str(folder).encode())
     return digest.hexdigest()[:32]
 
 
@@ -81,8 +88,8 @@ def adapter_digest(folder: Path | None) -> str | None:
 
 
 def sample_weights(digest: hashlib._Hash, folder: Path) -> int:
-    """Samples of the weight files of a folder. Returns: how many files there are. Raises: OSError."""
-    paths = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
+    """Samples of the weight files of a folder, or of one file. Returns: how many files there are. Raises: OSError."""
+    paths = [folder] if folder.is_file() else sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
     for path in paths:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size

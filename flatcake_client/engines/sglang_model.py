@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pkgutil
 import sys
 import uuid
@@ -180,7 +181,7 @@ def _on_disk(path: str, load_format: str, revision: str | None) -> str:
     if load_format in FOREIGN_LOADS:
         return f"engine {engine_id()}"
     try:
-        folder = folder_of(path, revision)
+        folder = Path(path) if os.path.isfile(path) else folder_of(path, revision)  # noqa: PTH113 - Path's may raise
         if folder is not None:
             return weights_digest(folder, load_format)
     except Exception as error:  # noqa: BLE001 - SGLang's scheduler calls, and would end

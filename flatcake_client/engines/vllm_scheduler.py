@@ -50,8 +50,7 @@ class _Known:
 
     request: Request
     salt: bytes
-    started: bool = False  # it has blocks, or had, in this admission: its KV is of the weights of then
-    mixed: bool = False  # there was a reset since: its KV may be of both weights, and is not stored
+    started: bool = False  # it has blocks, or had, in this admission: its KV is, at first, of the weights of then
     asked_s: float | None = None
     asked_again: bool = False  # because it was to be scheduled: the answer is used, however late vLLM comes for it
     admission: int = 0  # of vLLM: counts its preemptions
@@ -217,9 +216,7 @@ class SchedulerSide:
         """All that was stored up to now is never found by this engine again: its weights may have changed."""
         self._epoch = os.urandom(16)
         for request_id, known in self._known.items():
-            if known.started:
-                known.mixed = True
-            else:
+            if not known.started:
                 self._lookups.cancel(request_id)
                 known.asked_s = None
                 known.salt = self._salt(known.request)
@@ -246,6 +243,10 @@ class SchedulerSide:
     def _salt(self, request: Request) -> bytes:
         """VLLM's hashes have an adapter's name; what that name stands for may differ from one start to the next."""
         return self._epoch + self._adapters.salt(request.lora_request)
+
+    def _mixed(self, known: _Known) -> bool:
+        """Whether it may have KV of several weights: there was a reset since it started, or its adapter's files changed."""
+        return self._salt(known.request) != known.salt
 
     def _ask(self, request: Request, known: _Known) -> None:
         blocks = (request.num_tokens - 1) // self._block_tokens
@@ -283,7 +284,7 @@ class SchedulerSide:
         past = self._conversations.past(session, hashes)
         if request.num_output_tokens:
             self._conversations.turned(session, hashes, past, request.num_output_tokens)
-        if known.mixed or blocks <= max(known.loaded_blocks, known.stored_blocks):
+        if blocks <= max(known.loaded_blocks, known.stored_blocks) or self._mixed(known):
             return  # nothing new; so it is, too, with a load that has not ended
         shares = self._share_counts(block_ids[:blocks])
         facts = TurnFacts(session, request.num_tokens, past.reply_tokens, past.turns + 1, shares)
@@ -319,12 +320,12 @@ class SchedulerSide:
     def store_prefill(self, output: SchedulerOutput, request_id: str) -> None:
         """A prompt whose last block is computed in this step; the workers write each layer when it is."""
         known, state = self._known.get(request_id), output.kv_connector_block_state
-        if known is None or known.mixed or known.stored_blocks or state is None:
+        if known is None or known.stored_blocks or state is None:
             return
         request = known.request
         blocks = request.num_prompt_tokens // self._block_tokens
         computed_tokens = request.num_computed_tokens + output.num_scheduled_tokens[request_id]
-        if computed_tokens < request.num_prompt_tokens or blocks <= known.loaded_blocks:
+        if computed_tokens < request.num_prompt_tokens or blocks <= known.loaded_blocks or self._mixed(known):
             return
         ids = state.resolve_block_ids(request_id)[0][:blocks]
         hashes, session = request.block_hashes[:blocks], _session(request)

@@ -21,27 +21,36 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import vllm
 from vllm.distributed.utils import get_pp_indices
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 import flatcake_client as fc
+from flatcake_client.engines.fingerprint import (
+    ADAPTER_CONFIG,
+    WEIGHT_FILES,
+    adapter_digest,
+    described,
+    folder_of,
+    weights_digest,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# What a configuration says of its file and not of the model.
-CONFIG_NOISE: Final = ("_name_or_path", "architectures", "transformers_version", "use_cache", "torch_dtype", "dtype")
-WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-SAMPLES_PER_FILE: Final = 64
-SAMPLE_BYTES: Final = 4096
+log = init_logger("vllm.flatcake")
+
 INSTEAD: Final = (
     "A model with sliding windows runs with --disable-hybrid-kv-cache-manager, which makes them full and of one kind; one with "
     "Mamba layers cannot be stored: run it without kv_connector"
 )
-ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_FILES: Final = (ADAPTER_CONFIG, *(pattern.removeprefix("*") for pattern in WEIGHT_FILES))
 ADAPTERS_MAX: Final = 4096
+MEDIA_SETTINGS: Final = (
+    "mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,95 +217,69 @@ def _layout(config: VllmConfig, kv: KVCacheConfig) -> str:
 
 def _config_digest(config: VllmConfig) -> str:
     model = config.model_config
-    described = {name: value for name, value in model.hf_config.to_dict().items() if name not in CONFIG_NOISE}
-    described["quantization"] = str(model.quantization)
-    text = json.dumps(described, sort_keys=True, default=str)
+    of_model = described(model.hf_config.to_dict()) | {"quantization": str(model.quantization)} | _media(config)
+    text = json.dumps(of_model, sort_keys=True, default=str)
     if "longrope" in text or '"su"' in text:
         # vLLM turns such keys by the short or the long factors, whichever the longest context that it serves asks for.
         text += f" {model.max_model_len}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _media(config: VllmConfig) -> dict[str, Any]:
+    """What the engine was told to do to images and videos, which their hashes do not say. Empty where nothing was, so that names stay."""
+    told = getattr(config.model_config, "multimodal_config", None)
+    return {name: value for name in MEDIA_SETTINGS if (value := getattr(told, name, None))}
+
+
 def _weights_digest(config: VllmConfig) -> str:
     """Of samples of the weight files: tells any trained models apart, whatever their path is, and costs milliseconds."""
     model, load = config.model_config, config.load_config
-    digest = hashlib.sha256(
-        f"{load.load_format} {model.revision} {model.seed if load.load_format == 'dummy' else ''}".encode()
-    )
-    folder = _folder(str(model.model), model.revision)
-    if folder is None or load.load_format == "dummy":
-        digest.update(str(model.model).encode())
-        return digest.hexdigest()[:32]
-    _sample_weights(digest, folder)
-    return digest.hexdigest()[:32]
+    how = (f"{load.load_format}", f"{model.revision}", f"{model.seed}" if load.load_format == "dummy" else "")
+    path = str(model.model)
+    folder = Path(path) if os.path.isfile(path) else folder_of(path, model.revision)  # noqa: PTH113 - Path's may raise
+    if folder is not None and load.load_format != "dummy":
+        return weights_digest(folder, *how)
+    return hashlib.sha256(f"{' '.join(how)}{path}".encode()).hexdigest()[:32]
 
 
 class Adapters:
-    """Digests of LoRA adapters, each taken when its first request comes: vLLM loads it then, and keeps what it loaded.
+    """Digests of LoRA adapters, each taken when its first request comes.
 
-    Under the same number it is loaded again only if a request says `load_inplace`.
+    Once an adapter's files change vLLM may have either loaded (in place, or anew after it had no room for it), and its own cache KV of
+    both, by name and path: from then on what it computes is stored for this process only.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, str], tuple[object, str]] = {}
+        self._known: dict[tuple[str, str], tuple[object, str]] = {}
 
     def salt(self, adapter: LoRARequest | None) -> bytes:
+        """As its files are now: a request whose salt is another at its end may be of both."""
         if adapter is None:
             return b""
-        key = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+        key = (adapter.lora_name, adapter.lora_path)
         known = self._known.get(key)
-        if known is None or adapter.load_inplace:
-            folder = _folder(str(Path(adapter.lora_path).expanduser()), None, ADAPTER_CONFIG)
-            stamp = _stamp(folder)
-            if known is None or known[0] != stamp:
-                if len(self._known) >= ADAPTERS_MAX:
-                    self._known.clear()
-                known = self._known[key] = (stamp, _adapter_digest(folder))
+        folder = folder_of(os.path.expanduser(adapter.lora_path), None, ADAPTER_CONFIG)  # noqa: PTH111 - Path's may raise
+        stamp = _stamp(folder)
+        if known is None:
+            if len(self._known) >= ADAPTERS_MAX:
+                del self._known[next(iter(self._known))]
+            known = self._known[key] = (stamp, adapter_digest(folder) or os.urandom(16).hex())
+        elif known[0] != stamp:
+            log.warning(
+                "the files of adapter %s at %s changed: what vLLM computes with it is not shared any more. Give changed weights a new path",
+                *key,
+            )
+            known = self._known[key] = (stamp, os.urandom(16).hex())
         return f"lora {adapter.lora_name} {adapter.lora_path} {known[1]}".encode()
 
 
 def _stamp(folder: Path | None) -> object:
-    """Changes whenever a file does, and costs microseconds."""
-    if folder is None:
-        return None
-    return sorted((entry.name, entry.stat().st_mtime_ns, entry.stat().st_size) for entry in os.scandir(folder))
-
-
-def _adapter_digest(folder: Path | None) -> str:
-    """A millisecond or two. What cannot be read here differs in every process: it is stored, and never found by another."""
-    digest = hashlib.sha256()
-    if folder is None or not (folder / ADAPTER_CONFIG).is_file() or not _sample_weights(digest, folder):
-        digest.update(os.urandom(16))
-    else:
-        digest.update((folder / ADAPTER_CONFIG).read_bytes())
-    return digest.hexdigest()[:32]
-
-
-def _sample_weights(digest: hashlib._Hash, folder: Path) -> int:
-    """Samples of the weight files of a folder. Returns: how many files there are."""
-    paths = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
-    for path in paths:
-        with path.open("rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            digest.update(f"{path.name} {size_bytes}".encode())
-            for number in range(SAMPLES_PER_FILE):
-                offset = max(0, size_bytes - SAMPLE_BYTES) * number // (SAMPLES_PER_FILE - 1)
-                digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
-    return len(paths)
-
-
-def _folder(model: str, revision: str | None, file: str = "config.json") -> Path | None:
-    """Where the weights lie: the path, or the hub's snapshot on this disk. `file`: one that it has."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
+    """Changes whenever a file of an adapter does, and costs microseconds."""
     try:
-        config = try_to_load_from_cache(model, file, revision=revision)
-    except HFValidationError:  # a path, then, where nothing is
+        entries = [entry for entry in os.scandir(folder) if entry.name.endswith(ADAPTER_FILES)] if folder else ()
+        return sorted((entry.name, entry.stat().st_mtime_ns, entry.stat().st_size) for entry in entries)
+    except OSError:  # it is taken away at this moment
         return None
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

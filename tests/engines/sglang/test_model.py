@@ -82,7 +82,7 @@ def started(folder, unwatched):
     def started(**arguments):
         sglang_model.served.cache_clear()
         HookRegistry.reset()
-        told = ServerArgs(model_path=str(folder), **arguments)
+        told = ServerArgs(**{"model_path": str(folder)} | arguments)
         check_lora_server_args(told)
         get_context().set_server_args(told)
         return sglang_model.served()
@@ -171,6 +171,14 @@ def test_an_adapter_that_cannot_be_read_is_known_to_this_engine_only(started, fo
         with monkeypatch.context() as patch:
             patch.setattr(sglang_model, "engine_id", lambda: "another")
             assert started(lora_paths=lora_paths).model != first
+
+
+def test_a_model_of_one_file_is_that_file(started, tmp_path):
+    names = set()
+    for weights in (b"first", b"second", b"second"):
+        (tmp_path / "x.gguf").write_bytes(weights)
+        names.add(started(model_path=str(tmp_path / "x.gguf"), load_format="gguf").started)
+    assert len(names) == 2
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def cache_configuration(shape: Any, spec: Any = None) -> KVCacheConfig:
 class VllmHarness:
     def __init__(self, endpoint: str, shape: Any) -> None:
         config, cache = configuration(endpoint, shape), cache_configuration(shape)
-        self.block_tokens = shape.block_tokens
+        self.shape, self.block_tokens = shape, shape.block_tokens
         self.scheduler = FlatCakeConnector(config, KVConnectorRole.SCHEDULER, cache)
         self.worker = FlatCakeConnector(config, KVConnectorRole.WORKER, cache)
         size = (BLOCKS, HEADS, shape.block_tokens, 2 * HEAD_DIM)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +12,20 @@ import torch
 from conformance.connectors import Shape, check_connector
 from engines.vllm.harness import VllmHarness, cache_configuration, configuration
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
 from flatcake_client.engines import vllm_settings
 from flatcake_client.engines.vllm import FlatCakeConnector
 from flatcake_client.engines.vllm_jobs import COUNTERS, FlatCakePromMetrics, FlatCakeStats
-from flatcake_client.engines.vllm_settings import Settings, _config_digest, geometry, shard_of
+from flatcake_client.engines.vllm_settings import (
+    MEDIA_SETTINGS,
+    Settings,
+    _config_digest,
+    _weights_digest,
+    geometry,
+    shard_of,
+)
 from flatcake_client.engines.vllm_worker import by_block
 
 
@@ -85,6 +95,43 @@ def test_the_longest_context_is_in_the_space_where_it_decides_how_keys_are_turne
         config.model_config.max_model_len = longest
         digests.add(_config_digest(config))
     assert len(digests) == 3
+
+
+def test_what_is_done_to_images_is_in_the_space():
+    """Their hashes have what a request asks for, and not what the engine was told."""
+    digests = []
+    for told in (
+        None, {}, {"mm_processor_kwargs": {}}, {"mm_processor_kwargs": {"do_rescale": False}},
+        {"mm_processor_kwargs": {"size": {"shortest_edge": 224}}}, {"video_pruning_rate": 0.5}, {"mm_encoder_attn_dtype": "fp8"},
+    ):  # fmt: skip
+        config = configuration("unix:///nowhere", Shape())
+        config.model_config.multimodal_config = None if told is None else MultiModalConfig(**told)
+        digests.append(_config_digest(config))
+    assert digests[0] == digests[1] == digests[2], "nothing"
+    assert len(set(digests)) == 5
+    assert set(MEDIA_SETTINGS) <= {field.name for field in fields(MultiModalConfig)}
+
+
+def test_weights_are_their_files_or_else_their_path(tmp_path):
+    def digest(path: Path, load_format: str = "auto") -> str:
+        config = configuration("unix:///nowhere", Shape(model=str(path)))
+        config.load_config.load_format = load_format
+        return _weights_digest(config)
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.tensors").write_bytes(name.encode())
+    assert digest(tmp_path / "a", "tensorizer") != digest(tmp_path / "b", "tensorizer")
+    for name in ("a", "b"):
+        (tmp_path / name / "model.safetensors").write_bytes(b"same")
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert digest(tmp_path / "a", "dummy") != digest(tmp_path / "b", "dummy")
+    single, digests = tmp_path / "x.gguf", set()
+    for weights in (b"first", b"second"):
+        single.write_bytes(weights)
+        digests.add(digest(single))
+    assert len(digests) == 2
+    assert digest(Path("x" * 5000)) == digest(Path("x" * 5000)), "known by its name"
 
 
 def test_layers_are_in_order_whatever_their_names():

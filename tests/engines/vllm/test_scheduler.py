@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import RequestStatus
 from waiting import until
 
-from flatcake_client.engines import vllm_scheduler
+from flatcake_client.engines import vllm_scheduler, vllm_settings
 from flatcake_client.engines.vllm_scheduler import SchedulerSide
 from flatcake_client.engines.vllm_settings import Geometry, Settings
 
@@ -29,6 +31,66 @@ def side():
     side._lookups._discard = lambda _: None
     yield side
     side.close()
+
+
+def running(side, **more):
+    """A request of two blocks, that has them."""
+    request = SimpleNamespace(
+        request_id="a", num_preemptions=0, lora_request=None, num_tokens=33, num_prompt_tokens=33, num_computed_tokens=32,
+        block_hashes=[b"1", b"2"], skip_reading_prefix_cache=False, num_output_tokens=0, kv_transfer_params=None,
+        status=RequestStatus.FINISHED_STOPPED,
+    )  # fmt: skip
+    vars(request).update(more)
+    side.arrived(request)
+    side.allocated(request, [5, 6], 0)
+    return request
+
+
+def stored(side, request):
+    """What is, when its prompt is computed, or else when it ends."""
+    state = SimpleNamespace(resolve_block_ids=lambda _: ([5, 6],))
+    side.store_prefill(SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"a": 1}), "a")
+    prefill, side._stores, side._known["a"].stored_blocks = side._stores, [], 0
+    side.ended(request, [5, 6])
+    finish, side._stores = side._stores, []
+    side._let_go("a")
+    assert len(prefill) == len(finish)
+    return finish
+
+
+def test_what_ran_through_a_reset_is_not_stored(side):
+    """Its first blocks may be of the old weights, its last of the new, and its keys are of one of them."""
+    assert stored(side, running(side))
+    request = running(side)
+    side.reset()
+    assert not stored(side, request)
+    assert stored(side, running(side)), "what began after it is"
+    request = running(side)
+    side.reset()
+    request.num_preemptions += 1
+    side.matched(request, 0)
+    assert stored(side, request)[0].salt == side._salt(request), "computed anew"
+
+
+def test_what_ran_while_its_adapters_files_changed_is_not_stored(side, tmp_path):
+    """VLLM loads an adapter between a request's coming and its end."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"first")
+    adapter = LoRARequest("one", 1, str(tmp_path))
+    assert stored(side, running(side, lora_request=adapter))
+    request = running(side, lora_request=adapter)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"second")
+    assert not stored(side, request)
+    assert stored(side, running(side, lora_request=adapter))
+
+
+def test_adapters_that_are_known_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_settings, "ADAPTERS_MAX", 2)
+    adapters = vllm_settings.Adapters()
+    salts = [adapters.salt(LoRARequest(str(number), 1, str(tmp_path))) for number in (0, 1, 2)]
+    assert len(adapters._known) == 2
+    assert adapters.salt(LoRARequest("2", 1, str(tmp_path))) == salts[2]
+    assert adapters.salt(LoRARequest("0", 1, str(tmp_path))) != salts[0], "it cannot be read, and was forgotten"
 
 
 def test_an_answer_older_than_is_fresh_is_asked_again_once_for_each_time_it_was_used(side, monkeypatch):

@@ -67,6 +67,14 @@ def test_weights_are_known_by_samples_of_their_files(tmp_path):
     changed = weights_digest(tmp_path)
     (tmp_path / "c.safetensors").write_bytes(b"")
     assert len({before, changed, weights_digest(tmp_path)}) == 3
+    assert weights_digest(tmp_path / "a.safetensors") != weights_digest(tmp_path / "b.safetensors"), "of one file"
+
+
+def test_weights_without_files_that_are_sampled_are_known_by_their_path(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.tensors").write_bytes(b"")
+    assert weights_digest(tmp_path / "a") != weights_digest(tmp_path / "b")
 
 
 def test_where_a_model_lies(tmp_path):
