@@ -211,7 +211,11 @@ class FilePath:
         if not in_time or not self._drop_cut():
             window.close(self.moving())
             return False
-        self._stream = self._streaming(window)
+        try:
+            self._stream = self._streaming(window)
+        except Unavailable as error:  # the mover was closed meanwhile; the stream has given the window back
+            self._fail(error)
+            return False
         return True
 
     def _streaming(self, window: Window) -> ReadStream:

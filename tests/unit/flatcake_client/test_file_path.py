@@ -30,3 +30,16 @@ def test_small_planes_share_a_command_when_the_window_holds_them(tmp_path, half_
     assert restore.stats.bytes_read == 2 * BLOCKS * PLANE * LAYERS, "no byte more for it"
     hit.close()
     movers.close()
+
+
+def test_a_mover_that_was_closed_is_a_miss(tmp_path):
+    chain = Chain(SpaceSpec("m", "u8", 4, (PLANE,) * LAYERS), tmp_path, np.random.default_rng(0))
+    chain.add(file_id=1, before=0, blocks=BLOCKS, behind=0)
+    hit, movers = FakeHit(chain), Movers()
+    pages = [np.zeros((BLOCKS, PLANE), np.uint8) for _ in range(LAYERS)]
+    tools = movers.reading(hit)
+    movers.close()
+    restore = Restore(hit, tools, pages, np.arange(BLOCKS), 0, 10.0, now_s=hit.clock)
+    assert restore.wait() == 0
+    hit.close()
+    assert tools.staging.stats().windows_out == 0

@@ -7,6 +7,7 @@ import pytest
 from waiting import pause, until
 
 from flatcake_transport.errors import Unavailable
+from flatcake_transport.movers import pool
 from flatcake_transport.movers.pool import Batch, Commands, Workers
 
 
@@ -224,3 +225,35 @@ def test_threads_of_commands_end_with_their_owner() -> None:
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_a_finalizer_in_a_forked_child_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever held it at the fork is not there."""
+    commands = Commands("forked", 1, 10)
+    ending = threading.Thread(target=commands.close, daemon=True)
+    with commands._line.changed:
+        monkeypatch.setattr(pool.os, "getpid", lambda: commands._line.process_id + 1)
+        ending.start()
+        ending.join(5)
+        assert not ending.is_alive()
+
+
+def test_threads_that_cannot_be_started_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, started = Commands("few", 3, 10), []
+    start = threading.Thread.start
+
+    def one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with pytest.raises(Unavailable, match="can't start"):
+        commands.submit([(1, lambda: None)])
+    monkeypatch.setattr(threading.Thread, "start", one)
+    commands.submit([(1, lambda: None)]).wait(30)
+    commands.close()

@@ -14,6 +14,7 @@ The first failure wins, the tasks not begun yet are skipped, those under way are
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -108,11 +109,16 @@ class _Threads:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Under a lock of the caller's. Twice is fine."""
+        """Under a lock of the caller's. Twice is fine. Raises: Unavailable: not one could be started."""
         if not self._threads:
             for i in range(self._count):
                 thread = threading.Thread(target=self._work, name=f"flatcake-{self._name}-{i}", daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no more threads, or the interpreter ends
+                    if self._threads:
+                        break  # those that there are do it
+                    raise Unavailable(f"{self._name}: {error}") from error
                 self._threads.append(thread)
 
     def join(self) -> None:
@@ -123,14 +129,19 @@ class _Threads:
 class _Line:
     """What the threads of `Commands` share."""
 
-    __slots__ = ("changed", "closed", "waiting")
+    __slots__ = ("changed", "closed", "process_id", "waiting")
 
     def __init__(self, bytes_max: int) -> None:
         self.waiting: ReadsFirst[Callable[[], object]] = ReadsFirst(bytes_max)
         self.changed = threading.Condition()  # taken again where the owner is collected under it
         self.closed = False
+        self.process_id = os.getpid()
 
     def close(self) -> None:
+        """A finalizer, too. In a forked child there are no threads to tell, and the lock's holder may be one of them."""
+        if os.getpid() != self.process_id:
+            self.closed = True
+            return
         with self.changed:
             self.closed = True
             self.changed.notify_all()

@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -222,7 +223,8 @@ class _Windows:
 
     def __init__(self, link: ReaderLink) -> None:
         self._link = link
-        self._lock = threading.RLock()  # a finalizer may run within
+        self._lock = threading.Lock()
+        self._gone: deque[int] = deque()  # starts that are to be forgotten: finalizers take no lock
         self._starts: list[int] = []
         self._by_start: dict[int, tuple[int, int]] = {}  # -> id, size
 
@@ -245,16 +247,18 @@ class _Windows:
         window = touched(mapping, size_bytes)
         address, window_id = int(window.ctypes.data), self._link.add_window(fd, mapped_bytes)
         with self._lock:
+            self._forget_gone()
             bisect.insort(self._starts, address)
             self._by_start[address] = window_id, mapped_bytes
         # What all views keep alive goes before the mapping: nobody else has the address yet.
-        weakref.finalize(window.base, self._gone, address).atexit = False
+        weakref.finalize(window.base, self._drop, address, window_id).atexit = False
         return window
 
     def find(self, memory: NDArray[np.uint8]) -> tuple[int, int] | None:
         """The window that holds these bytes, and where in it they are."""
         address = int(memory.ctypes.data)
         with self._lock:
+            self._forget_gone()
             at = bisect.bisect_right(self._starts, address) - 1
             if at < 0:
                 return None
@@ -262,8 +266,13 @@ class _Windows:
             window_id, size_bytes = self._by_start[start]
             return (window_id, address - start) if address + len(memory) <= start + size_bytes else None
 
-    def _gone(self, address: int) -> None:
-        with self._lock:
-            window_id, _ = self._by_start.pop(address)
-            self._starts.remove(address)
+    def _drop(self, address: int, window_id: int) -> None:
+        """A finalizer: it may run anywhere, also within `find`, and in a forked child where a lock's holder is not."""
+        self._gone.append(address)
         self._link.drop_window(window_id)
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            address = self._gone.popleft()
+            del self._by_start[address]
+            self._starts.remove(address)

@@ -86,6 +86,7 @@ class ReaderLink:
         self._out: dict[int, _Out] = {}
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._socket: socket.socket | None = None  # while a process is up
+        self._untold = ""  # why that one cannot be told anything
         self.process_id = 0  # of that
         self._heard_s = self._retry_s = 0.0
         self._asked_s: float | None = None  # since when an answer to a ping is awaited
@@ -146,13 +147,14 @@ class ReaderLink:
             failure = self.refusal
             if time.monotonic() < self._retry_s:
                 failure = "the process that reads other nodes' memory died a moment ago"
+            if not failure and not self._want():
+                failure = "no thread is left for the process that reads other nodes' memory"
             if failure:
                 self._counts.failures += len(order.pieces)
             else:
                 if not self._out:
                     self._heard_s, self._asked_s = time.monotonic(), None
                 self._out[order_id] = _Out(rested, len(order.pieces), sum(piece[2] for piece in order.pieces))
-                self._want()
                 self._send(message)
         if failure:
             rested(failure)
@@ -182,13 +184,17 @@ class ReaderLink:
 
     # With the lock.
 
-    def _want(self) -> None:
+    def _want(self) -> bool:
+        """False: there is no thread that would attend to a process; whoever comes next tries again."""
         self._wanted = True
         if self._thread is None and not self._closing:
-            self._thread = threading.Thread(target=self._run, name="flatcake-ucx-link", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="flatcake-ucx-link", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter ends
+                thread.start()
+                self._thread = thread
         elif self._socket is None:
             self._wake.set()
+        return self._thread is not None
 
     def _send(self, message: bytes, fds: list[int] | None = None) -> None:
         """At once where there is room, else in the thread. In the order of calls."""
@@ -205,7 +211,10 @@ class ReaderLink:
             try:
                 handed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
                 self._socket.sendmsg([message], handed, socket.MSG_DONTWAIT)
-            except OSError:  # full; or the process is dead, which the thread will see
+            except (BlockingIOError, ConnectionError):  # full; or the process is dead, which the thread will see
+                return False
+            except OSError as error:  # e.g. a message that this machine's sockets never take
+                self._untold = f"cannot be told: {error}"
                 return False
             self._unsent.popleft()
         return True
@@ -214,9 +223,10 @@ class ReaderLink:
         while self._dropped:
             window_id = self._dropped.popleft()
             fd, _ = self._windows.pop(window_id)
+            unsent = len(self._unsent)
             self._unsent = deque(entry for entry in self._unsent if fd not in entry[1])
             os.close(fd)
-            if self._socket is not None:
+            if self._socket is not None and len(self._unsent) == unsent:  # else it has never heard of the window
                 self._send(encode_word(Word(Kind.DROP, window_id)))
 
     def _let_go(self) -> None:
@@ -257,7 +267,7 @@ class ReaderLink:
                 return self._attend(child, ours)
             finally:
                 with self._lock:
-                    self._socket, self.process_id = None, 0
+                    self._socket, self.process_id, self._untold = None, 0, ""
                 if self._closing:  # it gives its connections back, so that peers see no reader that died
                     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                         ours.shutdown(socket.SHUT_RDWR)
@@ -277,9 +287,9 @@ class ReaderLink:
                 self._forget_dropped()
                 full = self._socket is not None and not self._flush()
                 moving = bool(self._out)
-                silent_s, sleep_s = self._patience(started_s)
-            if silent_s:
-                return f"answered nothing for {silent_s:.1f} s"
+                why, sleep_s = self._patience(started_s)
+            if why:
+                return why
             if self._closing:
                 give_up_s = give_up_s or time.monotonic() + 2 * self._peer_timeout_s + 1.0
                 if not moving or time.monotonic() > give_up_s:
@@ -299,8 +309,8 @@ class ReaderLink:
                 ucx_child.end(child)
                 return f"ended with {child.returncode}, last words: {ucx_child.last_line(said)}"
 
-    def _patience(self, started_s: float) -> tuple[float, float]:
-        """With the lock. For how long it has answered nothing, if that is too long; else how long to sleep if nothing happens.
+    def _patience(self, started_s: float) -> tuple[str, float]:
+        """With the lock. Why it is given up, if it is: it answered nothing for too long; and how long to sleep if nothing happens.
 
         Asks whether it is there when it was silent for half a timeout; orders are sent past us, so we look now and then.
         """
@@ -315,7 +325,8 @@ class ReaderLink:
                 self._asked_s = now_s
                 self._send(encode_word(Word(Kind.PING)))
             due_s = since_s + half_s if self._asked_s is None else self._asked_s + self._peer_timeout_s
-        return (now_s - since_s if now_s > due_s else 0.0), max(0.0, due_s - now_s)
+        silence = f"answered nothing for {now_s - since_s:.1f} s" if now_s > due_s else ""
+        return self._untold or silence, max(0.0, due_s - now_s)
 
     def _hear(self, ours: socket.socket) -> bool:
         """Take in what the process says. False: it has ended."""
