@@ -5,7 +5,7 @@ client is gone and all it held is given back. Descriptors are read-only for a le
 ever named to a client. Opening may block on a disk, so it runs in the disk's threads.
 
 Faults survived: a client that speaks nonsense, never attaches, or floods (its connection is closed); a file that cannot
-be opened (to read: it is left out, and its blocks are a miss; to write: a reply that says so).
+be opened or whose path hangs (to read: it is left out, and its blocks are a miss; to write: a reply that says so).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flatcake_server.clients import StaleClient
 from flatcake_server.disk import Disk
 from flatcake_server.records import FileId
 from flatcake_server.store import Store
-from flatcake_transport.errors import FlatCakeError, Unavailable
+from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.handoff import (
     FDS_MAX,
     MESSAGE_BYTES_MAX,
@@ -169,7 +169,7 @@ async def _opened(
     """As many of the files from `start` on as a message carries.
 
     Args:
-        unopened: told of a file that cannot be opened, and takes it out of `files`; without it, that is an error.
+        unopened: told of a file that cannot be opened, and takes it out of `files`; without it, that is an error, and so is a path that hangs.
     """
     ids: list[FileId] = []
     fds: list[int] = []
@@ -177,13 +177,17 @@ async def _opened(
         for file_id in list(files)[start:]:
             if len(ids) == FDS_MAX:
                 break
-            files[file_id].admit()
             try:
+                files[file_id].admit()
                 fds.append(await files[file_id].run(opener(files[file_id]), file_id))
             except Unavailable as error:
                 if unopened is None:
                     raise
                 await unopened(file_id, error)
+            except Overloaded:
+                if unopened is None:
+                    raise
+                del files[file_id]  # it may be well: its path hangs, and is not asked
             else:
                 ids.append(file_id)
     except BaseException:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from flatcake_server.catalog import MEMORY_POOL, Catalog, Session, SessionFile
-from flatcake_server.disk import Disk
+from flatcake_server.disk import SLOW_S, Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.lease import LeaseTable
 from flatcake_server.reclaim import TRIMS_AT_ONCE, TRIMS_MAX, reclaim_need, tails_of
@@ -108,7 +108,7 @@ class Retirement:
         if len(self._catalog) < sessions_max:
             return
         order = self._catalog.order
-        pool = max((MEMORY_POOL, *self._disks), key=order.sessions_in)
+        pool = max(self._droppable(), key=order.sessions_in)
         some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
         for victim in order.victims(pool, max(1, some), self.busy):
             if self._still_goes(victim):
@@ -119,15 +119,16 @@ class Retirement:
         """Have room for `blocks` more in the index: drop some of the pool that has most."""
         catalog = self._catalog
         while blocks <= blocks_max < len(catalog.index) + blocks:
-            pool, before = (
-                max((MEMORY_POOL, *self._disks), key=lambda pool: catalog.blocks_in[pool]),
-                len(catalog.index),
-            )
+            before, pool = len(catalog.index), max(self._droppable(), key=lambda pool: catalog.blocks_in[pool])
             over = max(blocks, len(catalog.index) + blocks - blocks_max)
             some = over * catalog.order.bytes_of(pool) // max(1, catalog.blocks_in[pool])
             await self._drop_all(pool, catalog.order.victims(pool, max(1, some), self.busy))
             if len(catalog.index) >= before:
                 return
+
+    def _droppable(self) -> list[int]:
+        """Pools whose sessions can go now: none of a path that hangs, and others would wait with it."""
+        return [MEMORY_POOL, *(pool for pool, disk in self._disks.items() if disk.waited_s <= SLOW_S)]
 
     async def make_memory_piece(self, size_bytes: int) -> int | None:
         """Memory in one piece on a node that has nothing else: drop sessions one by one until there is. None: there is not."""

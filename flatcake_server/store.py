@@ -119,9 +119,13 @@ class Store:
         mine = [turn for turn in self.turns.values() if client_id in turn.writers.values()]
         if released or mine:
             self.counts["clients_lost"] += 1
-        for turn in mine:
-            for shard in [shard for shard, writer in turn.writers.items() if writer == client_id]:
-                await self._fail_shard(turn, shard, "its writer went away")
+        await asyncio.gather(
+            *(self._writer_gone(turn, client_id) for turn in mine)
+        )  # one on a path that hangs keeps none
+
+    async def _writer_gone(self, turn: Turn, client_id: int) -> None:
+        for shard in [shard for shard, writer in turn.writers.items() if writer == client_id]:
+            await self._fail_shard(turn, shard, "its writer went away")
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

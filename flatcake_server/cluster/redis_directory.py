@@ -24,7 +24,7 @@ import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as ConnectionLost
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import MaxConnectionsError, RedisClusterException, RedisError
 
 from flatcake_server.cluster.directory import BUCKETS, TAG_BYTES, Holder
 from flatcake_server.cluster.members import INCARNATION_BYTES, Beat, Member, Verdict, decode_member
@@ -236,6 +236,6 @@ class RedisDirectory:
                         if not tries:
                             raise
         except (RedisError, RedisClusterException, OSError, TimeoutError, ValueError, EOFError) as error:
-            if isinstance(self._client, redis.RedisCluster):
+            if isinstance(self._client, redis.RedisCluster) and not isinstance(error, MaxConnectionsError):
                 await self.close()  # who is primary of what may have changed: the next call asks again
             raise Unavailable(f"the directory does not answer: {error or type(error).__name__}") from error

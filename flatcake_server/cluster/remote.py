@@ -238,8 +238,8 @@ class RemoteLookup:
         async def of_one(owner: tuple[int, bytes], loans: dict[int, Loan]) -> None:
             try:
                 ids = [loan.lease_id for loan in loans.values()]
-                living = set(await self.peers.prolong(*owner, ids, timeout_s=timeout_s))
-            except FlatCakeError as error:
+                living = set(await self._prolonged(*owner, ids, timeout_s))
+            except (FlatCakeError, TimeoutError) as error:
                 log.info("leases of node %d are not renewed: %s", owner[0], error)
                 return
             for lease_id, loan in loans.items():
@@ -251,6 +251,16 @@ class RemoteLookup:
 
         await asyncio.gather(*(of_one(owner, loans) for owner, loans in by_owner.items()))
         return alive
+
+    async def _prolonged(
+        self, node_id: int, incarnation: bytes, lease_ids: Sequence[int], timeout_s: float
+    ) -> list[int]:
+        """Also where the link ended: in a large cluster nobody else makes one again."""
+        async with asyncio.timeout(timeout_s):
+            member = self.membership.known.get(node_id)
+            if member is not None and member.incarnation == incarnation and self.peers.usable(member):
+                await self.peers.attach(member)
+            return await self.peers.prolong(node_id, incarnation, lease_ids, timeout_s=timeout_s)
 
     def released(self, lease_ids: Sequence[int]) -> None:
         """As the wire asks for it (rpc.Remote)."""

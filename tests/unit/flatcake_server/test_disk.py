@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 
 import pytest
-from core import Core
+from core import Core, Yield
 
 from flatcake_server import disk as disk_module
 from flatcake_server.disk import Disk
+from flatcake_server.handover import Handover
 from flatcake_transport.errors import Overloaded
+from flatcake_transport.handoff import Request, Status, Verb
 from flatcake_transport.space import SpaceSpec
 
 ONE = SpaceSpec("one", "u8", 16, (4096,))
@@ -55,5 +58,77 @@ def test_a_path_that_hangs_takes_none_of_the_others_along(tmp_path, monkeypatch)
     core.put(ONE, [99], session="new")
     assert core.store.catalog.find(ONE.fingerprint, "new").pool == 1
     core.check(data=True)
+    core.check_rest()
+    core.close()
+
+
+@pytest.mark.parametrize("full", [{"sessions_max": 12}, {"index_blocks_max": 24}], ids=["sessions", "index"])
+def test_a_full_table_drops_nothing_of_a_path_that_hangs(tmp_path, monkeypatch, full):
+    """It has most; whoever begins a turn on another path would wait for its journal."""
+    core = Core(tmp_path, paths=2, **full)
+    core.open(ONE)
+    slow, slow_s = core.store.disks[1], 0.0
+    monkeypatch.setattr(type(slow), "waited_s", property(lambda disk: slow_s if disk is slow else 0.0))
+    core.store.disks[2].quota_bytes -= 16 << 12  # so that more lies on the first
+    for number in range(12):
+        core.put(ONE, [number, 0], session=f"s{number}")
+    before = [session.pool for session in core.store.catalog.sessions.values()]
+    assert before.count(1) > before.count(2) > 1
+    slow_s = 5.0
+    core.put(ONE, [99, 0], session="new")
+    after = [session.pool for session in core.store.catalog.sessions.values()]
+    assert after.count(1) == before.count(1)
+    assert core.node.retirement.reclaimed.keys() == {2}
+    assert core.hit(ONE, [99, 0])[0] == 2
+    core.close()
+
+
+def test_a_reader_has_the_files_of_the_paths_that_do_not_hang(tmp_path, monkeypatch):
+    core = Core(tmp_path, paths=2)
+    core.open(ONE)
+    core.put(ONE, [1, 2], session="s")
+    core.put(ONE, [1, 2, 3], session="t")
+    slow = core.store.disks[core.store.catalog.find(ONE.fingerprint, "s").pool]
+    (there,) = core.store.catalog.find(ONE.fingerprint, "t").files
+    _, lease = core.hit(ONE, [1, 2, 3], pin=True)
+    turn = core.do(core.begin(ONE, [1, 2, 4], session="s"))
+    assert set(core.store.files_of_lease(core.clients[0], lease).values()) == {*core.store.disks.values()}
+    handover = Handover(core.store, core.node.arena, core.node.config.handover_path, 0o600, 1)
+    monkeypatch.setattr(type(slow), "waited_s", property(lambda disk: 60.0 if disk is slow else 0.0))
+    reply, fds = core.do(handover._answer(core.clients[0], Request(Verb.LEASE, lease, 0)))
+    assert (reply.status, reply.file_ids, reply.more, len(fds)) == (Status.OK, (there.file_id,), False, 1)
+    assert core.store.counts["files_unopened"] == 0, "it may be well"
+    reply, none = core.do(handover._answer(core.clients[0], Request(Verb.TURN, turn.turn_id, 0)))
+    assert (reply.status, none) == (Status.FAILED, [])
+    os.close(*fds)
+    core.do(core.abort(turn))
+    core.close()
+
+
+def test_a_client_that_goes_leaves_no_turn_behind_one_whose_path_hangs(tmp_path, monkeypatch):
+    core, hang = Core(tmp_path), asyncio.Event()
+    core.open(ONE)
+    turns = [core.do(core.begin(ONE, [number], session=f"s{number}")) for number in range(2)]
+    real = type(core.store.reserver).give_back
+
+    async def give_back(self, parts):
+        if parts == turns[0].parts:
+            await hang.wait()
+        await real(self, parts)
+
+    monkeypatch.setattr(type(core.store.reserver), "give_back", give_back)
+
+    async def story():
+        going = asyncio.ensure_future(core.store.client_gone(core.clients[0]))
+        for _ in range(100):
+            await Yield()
+        assert not going.done()
+        assert [session.name for session in core.store.catalog.sessions.values()] == ["s0"]
+        assert (len(core.store.turns), core.store._reserved_blocks) == (0, 0)
+        hang.set()
+        await going
+
+    core.do(story())
+    core.check()
     core.check_rest()
     core.close()

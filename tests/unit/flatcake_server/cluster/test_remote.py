@@ -13,6 +13,7 @@ from cluster import SPEC, Wire, keys_of, remote, store
 from cluster_nodes import found, nodes, run, soon
 
 from flatcake_proto.v1 import peer_pb2, store_pb2, store_pb2_grpc
+from flatcake_server.cluster import cluster as cluster_module
 from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.remote import _checked
 from flatcake_transport.address import Address, Medium
@@ -151,7 +152,7 @@ def test_an_owner_that_is_slow_takes_no_more_than_half_of_a_renewal_s_time(tmp_p
             def ask() -> tuple[list[int], list[int]]:
                 with Wire(one.endpoint) as wire:
                     lease_id = remote(wire, keys)[1].lease_id
-                    one.cluster.remote.peers = SimpleNamespace(prolong=slow)
+                    one.cluster.remote.peers = SimpleNamespace(prolong=slow, usable=lambda _: False)
                     reply = wire.call("Renew", lease_ids=[lease_id])
                     return list(reply.alive), list(reply.alive_remote)
 
@@ -160,6 +161,27 @@ def test_an_owner_that_is_slow_takes_no_more_than_half_of_a_renewal_s_time(tmp_p
             assert len(given) == 1
             assert 0 < given[0] < 11, "of the 20 s that the wire gives, and some"
             one.cluster.remote.peers = one.cluster.peers
+
+    run(work())
+
+
+def test_leases_are_renewed_also_where_the_link_ended(tmp_path, monkeypatch):
+    """In a large cluster nobody makes one again before it is needed."""
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        async with nodes(tmp_path) as (one, two):
+            keys = keys_of(16)
+            await asyncio.to_thread(store, two, keys)
+            monkeypatch.setattr(cluster_module, "EAGER_LINKS_MAX", 0)
+
+            def ask() -> list[int]:
+                with Wire(one.endpoint) as wire:
+                    lease_id = remote(wire, keys)[1].lease_id
+                    loop.call_soon_threadsafe(one.cluster.peers.keep, ())
+                    return list(wire.call("Renew", lease_ids=[lease_id]).alive_remote)
+
+            assert len(await asyncio.to_thread(ask)) == 1
 
     run(work())
 
