@@ -228,20 +228,21 @@ def _watch(weights: Weights) -> None:
         f"{updater}.end_weight_update": (ended, HookType.BEFORE),
         RESET: (flushed, HookType.AFTER),
     }
+    before = {target: _resolved(target) for target in hooks}
     for target, (hook, kind) in hooks.items():
         HookRegistry.register(target, hook, kind)
-    HookRegistry.apply_hooks()
-    missing = [target for target in hooks if not _is_hooked(target)]
+    HookRegistry.apply_hooks()  # leaves out what it was applied to before, without a word
+    missing = [target for target in hooks if _resolved(target) in (None, before[target])]
     if missing:
         log.error(
-            "this version of SGLang has no %s: after a change of weights in a running engine FlatCake may return KV of the old ones. "
+            "this version of SGLang has no %s, or a plug-in hooked it before: after a change of weights in a running engine FlatCake may return KV of the old ones. "
             'Restart it instead, or detach FlatCake before and attach it with another "weights" after',
             ", ".join(missing),
         )
 
 
-def _is_hooked(target: str) -> bool:
+def _resolved(target: str) -> object:
     try:
-        return hasattr(pkgutil.resolve_name(target), "__wrapped__")
+        return pkgutil.resolve_name(target)
     except (AttributeError, ImportError):
-        return False
+        return None

@@ -103,6 +103,7 @@ class WorkerSide:
         self._lock = threading.Lock()
         self._failed_blocks: set[int] = set()  # under the lock, and so are:
         self._open: Counter[str] = Counter()  # stores of a request that may still read its blocks
+        self._waiting: dict[int, tuple[Store, list[bool]]] = {}  # of these, those that no thread has begun
         self._given_up: set[str] = set()
         self._freed = threading.Condition(self._lock)
         self._owed: set[str] = (
@@ -265,6 +266,9 @@ class WorkerSide:
 
     def _store(self, job: Store, ready: Callable[[int, float], bool], closed: list[bool]) -> None:
         timeout_s = self._settings.store_timeout_s
+        with self._lock:
+            if self._waiting.pop(id(closed), None) is None:
+                return  # given up while it waited
         try:
             kv = self._kv
             if kv is None or self._unwanted(job):
@@ -293,13 +297,18 @@ class WorkerSide:
 
     def _free(self, job: Store, closed: list[bool]) -> None:
         with self._freed:
-            if not closed:
-                closed.append(True)
-                self._open[job.request_id] -= 1
-                if not self._open[job.request_id]:
-                    del self._open[job.request_id]
-                    self._given_up.discard(job.request_id)
-                self._freed.notify_all()
+            self._close_store(job, closed)
+
+    def _close_store(self, job: Store, closed: list[bool]) -> None:
+        """It reads no blocks any more. Under the lock."""
+        self._waiting.pop(id(closed), None)
+        if not closed:
+            closed.append(True)
+            self._open[job.request_id] -= 1
+            if not self._open[job.request_id]:
+                del self._open[job.request_id]
+                self._given_up.discard(job.request_id)
+            self._freed.notify_all()
 
     def _unwanted(self, job: Store) -> bool:
         with self._lock:
@@ -327,9 +336,10 @@ class WorkerSide:
         if self._suspect and not self._suspect.keys().isdisjoint(job.block_ids):
             self.tally.add("stores_dropped")
             return
+        closed: list[bool] = []
         with self._lock:
             self._open[job.request_id] += 1
-        closed: list[bool] = []
+            self._waiting[id(closed)] = job, closed
         taken = False
         try:
             taken = self._crew.submit(partial(self._store, job, ready, closed))
@@ -339,8 +349,10 @@ class WorkerSide:
                 self._free(job, closed)
 
     def _give_up(self, request_ids: set[str] | frozenset[str]) -> None:
-        """Their blocks are taken away: stores of them end, and what is already on its way is waited for."""
+        """Their blocks are taken away: stores of them end, and what is already on its way is waited for; what only waits is not begun."""
         with self._freed:
+            for job, closed in [each for each in self._waiting.values() if each[0].request_id in request_ids]:
+                self._close_store(job, closed)
             going = {request_id for request_id in request_ids if self._open[request_id]}
             self._given_up |= going
             if going:

@@ -341,7 +341,20 @@ def test_a_version_of_sglang_that_cannot_be_watched_says_so(settings, monkeypatc
     monkeypatch.delattr(updater.WeightUpdater, "update_weights_from_ipc")
     with caplog.at_level(logging.ERROR):
         space_of(settings)
-    assert "has no sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_ipc:" in caplog.text  # fmt: skip
+    assert "has no sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_ipc," in caplog.text  # fmt: skip
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_plug_in_that_hooked_the_same_before_leaves_us_out_and_we_say_so(settings, caplog, applied):
+    """SGLang applies hooks to a method once; what was only registered goes along with ours."""
+    sglang_model.served.cache_clear()
+    HookRegistry.register(f"{sglang_model.UPDATER}.WeightUpdater.update_weights_from_ipc", lambda *_, **__: None)
+    if applied:
+        HookRegistry.apply_hooks()
+    with caplog.at_level(logging.ERROR):
+        sglang_model.served()
+    assert ("update_weights_from_ipc, or a plug-in hooked it before" in caplog.text) == applied
+    assert "update_weights_from_tensor" not in caplog.text
 
 
 def test_ranks_agree_on_the_name_of_their_engine(monkeypatch):

@@ -113,6 +113,10 @@ def prefill(name: str, blocks: tuple[int, ...]) -> Store:
     return Store(name, (b"h",) * len(blocks), b"", blocks, TurnFacts(), prefill=True)
 
 
+def finish(name: str, blocks: tuple[int, ...]) -> Store:
+    return Store(name, (b"h",) * len(blocks), b"", blocks, TurnFacts())
+
+
 def step(worker: WorkerSide, jobs: StepJobs, asking: tuple[str, ...] = NAMES) -> set[int]:
     """One of vLLM's: each layer waits for what it reads, is computed, and says so."""
     worker.begin(jobs)
@@ -149,6 +153,34 @@ def test_one_load_that_fails_leaves_no_layer_of_another_without_waiting(worker, 
     space.failures[0, 1] = error
     assert step(worker, StepJobs((load("a", (1, 2)), load("b", (3, 4))))) == {1, 2}
     assert space.hits[1].waited == [0, 1, 2]
+
+
+def test_a_preemption_does_not_wait_for_stores_of_others(worker, space, monkeypatch):
+    """One that waits behind them reads nothing yet."""
+    begun, go, commits = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(Turn, "write_layer", lambda *_: (begun.set(), go.wait(10)))
+    monkeypatch.setattr(Turn, "commit", lambda self, _: commits.append(len(self.blocks)))
+    worker.start(StepJobs((), (finish("b", (4,)),)))
+    assert begun.wait(5)
+    worker.start(StepJobs((), (finish("a", (1, 2)), finish("c", (5, 6, 7)))))
+    preempting = threading.Thread(target=worker.preempted, args=(frozenset("a"),))
+    preempting.start()
+    preempting.join(2)
+    assert not preempting.is_alive(), "on all ranks, in the step"
+    assert worker.finished({"a"}, idle=False)[0] == set(), "nothing is owed of it"
+    preempting = threading.Thread(target=worker.preempted, args=(frozenset("b"),))
+    preempting.start()
+    preempting.join(0.2)
+    assert preempting.is_alive(), "its blocks are being read"
+    go.set()
+    preempting.join(5)
+    assert worker._crew.settle(5)
+    assert commits[-1] == 3
+    assert 2 not in commits
+    assert worker.finished({"c"}, idle=False)[0] == {"c"}
+    assert not worker._open
+    assert not worker._waiting
+    assert not worker._given_up
 
 
 def test_asleep_nothing_is_moving_and_what_moved_is_reported(worker, space, monkeypatch):
