@@ -8,8 +8,9 @@ files, and each medium of each other node that a hit lies on (file_path.py). Wha
   Who waits for one for longer than `HOLD_S` holds no window of another: two restores could wait for each other's.
 - A block is reported only if all its layers were copied while the lease was alive; what fails cuts off its block and
   those behind it, and the blocks before are still brought.
-- The engine's memory is written only inside `wait_layer` and `wait`, and only in slots of blocks that were asked for. Past
-  the deadline no further copy begins, and those begun have landed when the call returns (some 10 ms).
+- The engine's memory is written only in slots of blocks that were asked for, and from files only inside `wait_layer` and `wait`.
+  Of this node's memory two copies into later layers may be under way when `wait_layer` returns. Past the deadline no further copy
+  begins, and those begun have landed when the call, or `close`, returns (some 10 ms).
 - Nothing here raises for I/O except `wait_layer`, whose caller must know before it computes.
 """
 

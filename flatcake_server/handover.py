@@ -25,6 +25,7 @@ from flatcake_server.clients import StaleClient
 from flatcake_server.disk import Disk
 from flatcake_server.records import FileId
 from flatcake_server.store import Store
+from flatcake_server.tasks import end
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.handoff import (
     FDS_MAX,
@@ -74,10 +75,7 @@ class Handover:
         self._acceptor = asyncio.ensure_future(self._accept(listener))
 
     async def close(self) -> None:
-        tasks = [task for task in (self._acceptor, *self._connections) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(task for task in (self._acceptor, *self._connections) if task is not None)
         if self._listener is not None:
             self._listener.close()
             self._path.unlink(missing_ok=True)

@@ -39,6 +39,7 @@ from flatcake_server.cluster.telling import Telling
 from flatcake_server.rpc import Timings
 from flatcake_server.stats import ClusterStats, NodeRow
 from flatcake_server.store import Store
+from flatcake_server.tasks import end
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.units import parse_listen
 
@@ -176,9 +177,7 @@ class Cluster:
         if self.telling is not None:
             self.telling.close()
         self.service.close()
-        for task in list(self._background):
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await end(self._background)
         if joined:
             try:
                 await self.directory.leave(self.membership.me)

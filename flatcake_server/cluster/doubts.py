@@ -14,6 +14,7 @@ from typing import Final
 
 from flatcake_server.records import Suspect
 from flatcake_server.store import Store
+from flatcake_server.tasks import end
 from flatcake_transport.errors import FlatCakeError
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,7 @@ class Doubts:
 
     async def close(self) -> None:
         if self._work is not None:
-            self._work.cancel()
-            await asyncio.gather(self._work, return_exceptions=True)
+            await end([self._work])
 
     async def _look(self) -> None:
         while self._waiting:

@@ -25,6 +25,7 @@ from flatcake_server.cluster.credentials import Secrets
 from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.peer_service import PROTOCOL
 from flatcake_server.cluster.proof import NONCE_BYTES, Handshake
+from flatcake_server.tasks import end
 from flatcake_transport.endpoint import grpc_target
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 
@@ -164,11 +165,9 @@ class Peers:
         await self._link(member)
 
     async def close(self) -> None:
-        for task in list(self._linking.values()):
-            task.cancel()
+        await end(self._linking.values())
         for link in list(self._links.values()):
             self._drop(link)
-        await asyncio.gather(*self._linking.values(), return_exceptions=True)
 
     # -- links -----------------------------------------------------------------------------------------------------
 

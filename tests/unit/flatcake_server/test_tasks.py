@@ -1,0 +1,34 @@
+"""Tasks that do not hear their first cancellation, and those that do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from flatcake_server.tasks import end
+
+
+def test_a_loop_that_loses_a_cancellation_ends_all_the_same():
+    """As Python 3.11's `wait_for` loses it, when the answer came in the same turn of the loop."""
+
+    async def deaf() -> None:
+        for _ in range(2):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    async def failing() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError
+
+    async def work() -> None:
+        tasks = [asyncio.ensure_future(each()) for each in (deaf, failing, asyncio.Event().wait)]
+        await asyncio.sleep(0)
+        await end(tasks)
+        assert all(task.done() for task in tasks)
+        await end(tasks)
+        await end(())
+
+    asyncio.run(asyncio.wait_for(work(), 30))
