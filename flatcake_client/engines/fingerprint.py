@@ -36,15 +36,11 @@ def config_digest(config: Mapping[str, Any], *, context_tokens: int | None = Non
         context_tokens: the longest context that is served; counts where the rope depends on it.
         more: what else changes KV of equal shapes, by name: quantization, ...
     """
-    text = json.dumps([described(config), more], sort_keys=True, default=str)
+    of_model = {name: value for name, value in config.items() if name not in CONFIG_NOISE}
+    text = json.dumps([of_model, more], sort_keys=True, default=str)
     if turns_by_context(config):
         text += f" {context_tokens}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def described(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration, less what it says of its file and not of the model."""
-    return {name: value for name, value in config.items() if name not in CONFIG_NOISE}
 
 
 def turns_by_context(config: Mapping[str, Any]) -> bool:

@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-import os
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from flatcake_client.background import Lookups
 from flatcake_client.conversations import Conversations
 from flatcake_client.engines.vllm_jobs import Load, StepJobs, Store, Tally
 from flatcake_client.engines.vllm_settings import Adapters, Geometry, Settings
+from flatcake_client.engines.weights import Weights
 from flatcake_client.paged_kv import TurnFacts
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ IDLE_S: Final = 0.0005
 # Running requests wait this long for blocks that a store holds; then vLLM preempts one, as without a store.
 FREES_WAIT_S: Final = 0.5
 CLOSE_TIMEOUT_S: Final = 5.0
+FLUSH: Final = "POST /reset_prefix_cache?reset_external=true to vLLM"
 
 
 @dataclass(slots=True)
@@ -81,7 +83,8 @@ class SchedulerSide:
         self._owed: set[str] = set()  # requests that had a store: the workers will report each
         self._held_blocks = 0
         self._held_blocks_max = max(1, int(shape.blocks * settings.store_blocks_share))
-        self._epoch = b""
+        engine = uuid.uuid4().hex
+        self._weights = Weights("", lambda: engine, FLUSH)
         self._adapters = Adapters()
         self._pool: Any = None
         self.tally = Tally()
@@ -214,7 +217,8 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """All that was stored up to now is never found by this engine again: its weights may have changed."""
-        self._epoch = os.urandom(16)
+        self._weights.changed()
+        self._weights.flushed()
         for request_id, known in self._known.items():
             if not known.started:
                 self._lookups.cancel(request_id)
@@ -242,7 +246,7 @@ class SchedulerSide:
 
     def _salt(self, request: Request) -> bytes:
         """VLLM's hashes have an adapter's name; what that name stands for may differ from one start to the next."""
-        return self._epoch + self._adapters.salt(request.lora_request)
+        return self._weights.salt() + self._adapters.salt(request.lora_request)
 
     def _mixed(self, known: _Known) -> bool:
         """Whether it may have KV of several weights: there was a reset since it started, or its adapter's files changed."""

@@ -11,7 +11,6 @@ What cannot be stored right is declined when the engine starts, with what to do 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -30,13 +29,13 @@ from flatcake_client.engines.fingerprint import (
     ADAPTER_CONFIG,
     WEIGHT_FILES,
     adapter_digest,
-    described,
+    config_digest,
     folder_of,
     weights_digest,
 )
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -48,8 +47,13 @@ INSTEAD: Final = (
 )
 ADAPTER_FILES: Final = (ADAPTER_CONFIG, *(pattern.removeprefix("*") for pattern in WEIGHT_FILES))
 ADAPTERS_MAX: Final = 4096
+# What vLLM is told that changes KV of equal shapes and stands in neither a model's configuration nor a block's hash.
+MODEL_SETTINGS: Final = ("quantization", "quantization_config", "model_impl", "model_class_overrides")
+CACHE_SETTINGS: Final = ("kv_cache_dtype_skip_layers",)
+ADAPTER_SETTINGS: Final = ("target_modules",)
 MEDIA_SETTINGS: Final = (
-    "mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+    "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
 )  # fmt: skip
 
 
@@ -191,7 +195,7 @@ def open_space(client: fc.Client, config: VllmConfig, kv: KVCacheConfig, setting
         plane_bytes=[shape.page_bytes] * len(shape.names),
         shards=shape.shards,
         shard=shard,
-        weights=settings.weights or _weights_digest(config),
+        weights=settings.weights or _weights_digest(model, config.load_config),
         layout=_layout(config, kv),
     )
 
@@ -204,7 +208,8 @@ def shard_of(config: VllmConfig) -> int:
 
 def _layout(config: VllmConfig, kv: KVCacheConfig) -> str:
     """What decides where a number lies in a page: vLLM's version and layout, the attention backend, the device."""
-    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    attention = getattr(config, "attention_config", None)
+    backend = f"{getattr(attention, 'backend', None)} {getattr(attention, 'backend_per_kind', None) or ''}".strip()
     device = current_platform.device_type
     # Backends are chosen, and on a CPU pages are packed, by what the processor can do.
     able = torch.backends.cpu.get_cpu_capability() if device == "cpu" else current_platform.get_device_capability()
@@ -217,25 +222,32 @@ def _layout(config: VllmConfig, kv: KVCacheConfig) -> str:
 
 def _config_digest(config: VllmConfig) -> str:
     model = config.model_config
-    of_model = described(model.hf_config.to_dict()) | {"quantization": str(model.quantization)} | _media(config)
-    text = json.dumps(of_model, sort_keys=True, default=str)
-    if "longrope" in text or '"su"' in text:
-        # vLLM turns such keys by the short or the long factors, whichever the longest context that it serves asks for.
-        text += f" {model.max_model_len}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    told = {"draft": _draft(config)}
+    for owner, names in (
+        (model, MODEL_SETTINGS),
+        (config.cache_config, CACHE_SETTINGS),
+        (getattr(config, "lora_config", None), ADAPTER_SETTINGS),
+        (getattr(model, "multimodal_config", None), MEDIA_SETTINGS),
+    ):
+        told |= {name: str(value) for name in names if (value := getattr(owner, name, None))}
+    return config_digest(model.hf_config.to_dict(), context_tokens=getattr(model, "max_model_len", None), **told)
 
 
-def _media(config: VllmConfig) -> dict[str, Any]:
-    """What the engine was told to do to images and videos, which their hashes do not say. Empty where nothing was, so that names stay."""
-    told = getattr(config.model_config, "multimodal_config", None)
-    return {name: value for name in MEDIA_SETTINGS if (value := getattr(told, name, None))}
+def _draft(config: VllmConfig) -> str:
+    """The model that drafts tokens, whose KV lies beside the other; "" where there is none, or it is a part of the model."""
+    draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
+    if draft is None or draft.model == config.model_config.model:
+        return ""
+    load = config.speculative_config.draft_load_config or config.load_config
+    return f"{config_digest(draft.hf_config.to_dict())} {_weights_digest(draft, load)}"
 
 
-def _weights_digest(config: VllmConfig) -> str:
+def _weights_digest(model: ModelConfig, load: LoadConfig) -> str:
     """Of samples of the weight files: tells any trained models apart, whatever their path is, and costs milliseconds."""
-    model, load = config.model_config, config.load_config
     how = (f"{load.load_format}", f"{model.revision}", f"{model.seed}" if load.load_format == "dummy" else "")
-    path = str(model.model)
+    path = str(
+        getattr(model, "model_weights", "") or model.model
+    )  # vLLM may read them elsewhere than the configuration
     folder = Path(path) if os.path.isfile(path) else folder_of(path, model.revision)  # noqa: PTH113 - Path's may raise
     if folder is not None and load.load_format != "dummy":
         return weights_digest(folder, *how)

@@ -12,14 +12,17 @@ import torch
 from conformance.connectors import Shape, check_connector
 from engines.vllm.harness import VllmHarness, cache_configuration, configuration
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.config import MultiModalConfig
+from vllm.config import CacheConfig, LoRAConfig, ModelConfig, MultiModalConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
 from flatcake_client.engines import vllm_settings
 from flatcake_client.engines.vllm import FlatCakeConnector
 from flatcake_client.engines.vllm_jobs import COUNTERS, FlatCakePromMetrics, FlatCakeStats
 from flatcake_client.engines.vllm_settings import (
+    ADAPTER_SETTINGS,
+    CACHE_SETTINGS,
     MEDIA_SETTINGS,
+    MODEL_SETTINGS,
     Settings,
     _config_digest,
     _weights_digest,
@@ -97,26 +100,68 @@ def test_the_longest_context_is_in_the_space_where_it_decides_how_keys_are_turne
     assert len(digests) == 3
 
 
+def told(owner: str, **settings: object) -> str:
+    """The digest of an engine that was told these."""
+    config = configuration("unix:///nowhere", Shape())
+    place = config.model_config if owner == "model_config" else getattr(config, owner, None) or SimpleNamespace()
+    vars(place).update(settings)
+    setattr(config, owner, place)
+    return _config_digest(config)
+
+
+def test_what_changes_kv_and_stands_in_no_configuration_is_in_the_space():
+    digests = [
+        told("model_config"), told("cache_config", kv_cache_dtype_skip_layers=[]), told("lora_config", target_modules=None),
+        told("model_config", quantization="fp8"), told("model_config", quantization_config={"linear": "mxfp8"}),
+        told("model_config", model_impl="transformers"), told("model_config", model_class_overrides={"A": "b:B"}),
+        told("cache_config", kv_cache_dtype_skip_layers=["0"]), told("lora_config", target_modules=["q_proj"]),
+    ]  # fmt: skip
+    assert digests[0] == digests[1] == digests[2], "nothing"
+    assert len(set(digests)) == 7
+    for owner, names in ((ModelConfig, MODEL_SETTINGS), (CacheConfig, CACHE_SETTINGS), (LoRAConfig, ADAPTER_SETTINGS)):
+        assert set(names) <= {field.name for field in fields(owner)}
+
+
 def test_what_is_done_to_images_is_in_the_space():
     """Their hashes have what a request asks for, and not what the engine was told."""
-    digests = []
-    for told in (
-        None, {}, {"mm_processor_kwargs": {}}, {"mm_processor_kwargs": {"do_rescale": False}},
-        {"mm_processor_kwargs": {"size": {"shortest_edge": 224}}}, {"video_pruning_rate": 0.5}, {"mm_encoder_attn_dtype": "fp8"},
-    ):  # fmt: skip
-        config = configuration("unix:///nowhere", Shape())
-        config.model_config.multimodal_config = None if told is None else MultiModalConfig(**told)
-        digests.append(_config_digest(config))
-    assert digests[0] == digests[1] == digests[2], "nothing"
-    assert len(set(digests)) == 5
+    digests = [
+        told("model_config", multimodal_config=MultiModalConfig(**media)) for media in (
+            {}, {"mm_processor_kwargs": {}}, {"mm_processor_kwargs": {"do_rescale": False}},
+            {"mm_processor_kwargs": {"size": {"shortest_edge": 224}}}, {"media_io_kwargs": {"video": {"num_frames": 40}}},
+            {"video_pruning_rate": 0.5}, {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+            {"mm_encoder_attn_dtype": "fp8"},
+        )
+    ]  # fmt: skip
+    assert digests[0] == digests[1], "nothing"
+    assert len(set(digests)) == 7
     assert set(MEDIA_SETTINGS) <= {field.name for field in fields(MultiModalConfig)}
 
 
+def test_a_model_that_drafts_is_in_the_space(tmp_path):
+    """Its KV lies beside the other."""
+    load, of_draft = SimpleNamespace(load_format="auto"), SimpleNamespace(to_dict=dict)
+
+    def drafting(path: Path | str, own_load: object = None) -> str:
+        draft = SimpleNamespace(model=str(path), revision=None, seed=0, hf_config=of_draft)
+        return told("speculative_config", draft_model_config=draft, draft_load_config=own_load)
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(name.encode())
+    digests = [
+        told("model_config"), told("speculative_config", draft_model_config=None), drafting(Shape().model),
+        drafting(tmp_path / "a"), drafting(tmp_path / "a", load), drafting(tmp_path / "b"),
+    ]  # fmt: skip
+    assert digests[0] == digests[1] == digests[2], "a part of the model"
+    assert digests[3] == digests[4]
+    assert len(set(digests)) == 3
+
+
 def test_weights_are_their_files_or_else_their_path(tmp_path):
-    def digest(path: Path, load_format: str = "auto") -> str:
-        config = configuration("unix:///nowhere", Shape(model=str(path)))
-        config.load_config.load_format = load_format
-        return _weights_digest(config)
+    def digest(path: Path, load_format: str = "auto", weights: Path | str = "") -> str:
+        model = configuration("unix:///nowhere", Shape(model=str(path))).model_config
+        model.model_weights = str(weights)
+        return _weights_digest(model, SimpleNamespace(load_format=load_format))
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -126,6 +171,9 @@ def test_weights_are_their_files_or_else_their_path(tmp_path):
         (tmp_path / name / "model.safetensors").write_bytes(b"same")
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
     assert digest(tmp_path / "a", "dummy") != digest(tmp_path / "b", "dummy")
+    (tmp_path / "b" / "model.safetensors").write_bytes(b"else")
+    assert digest(tmp_path / "a") != digest(tmp_path / "a", weights=tmp_path / "b") == digest(tmp_path / "b")
+    assert digest(tmp_path / "a", weights="s3://x/1") != digest(tmp_path / "a", weights="s3://x/2")
     single, digests = tmp_path / "x.gguf", set()
     for weights in (b"first", b"second"):
         single.write_bytes(weights)
