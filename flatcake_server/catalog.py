@@ -3,6 +3,10 @@
 A block is visible exactly when its key is in the index; `publish` and `unpublish` are the only two places where that
 changes, each within one step of the event loop, so a lookup sees a segment whole or not at all. Of equal keys the
 first published stands. A session's place in the order of reclaim follows its use and that of the sessions forked from it.
+
+The sessions of a path that failed are lost at once: nothing here answers with them any more. What they had is then taken out of the
+tables a few segments at a time (`unload`), since they may be most of what there is. A key that is stored again meanwhile takes
+the place of the lost one.
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flatcake_server.index import KEY_BYTES, BlockIndex
 from flatcake_server.placement import Reason
@@ -28,6 +34,7 @@ from flatcake_transport.space import Fingerprint, SpaceSpec
 
 MEMORY_POOL = 0  # pools 1.. are the SSD paths
 ENTRIES_MAX = 4  # sessions a chain is followed into: a shared head, a fork or two, its own
+UNLOADED_AT_ONCE: Final = 8  # segments, in a step of `unload`
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +117,7 @@ class Catalog:
         self.copied_bytes = 0  # of segments that are copies of other nodes' blocks
         self.watch: Callable[[Iterable[SegmentRecord], bool], None] | None = None  # told what was (un)published
         self._watchers: list[set[SessionNo]] = []
+        self._lost_pools: set[int] = set()
         self._by_name: dict[tuple[Fingerprint, str], Session] = {}
         # Older sessions of a name, of a path that was out of service while the name went on elsewhere.
         self._namesakes: dict[tuple[Fingerprint, str], list[Session]] = {}
@@ -118,7 +126,11 @@ class Catalog:
         return len(self.sessions)
 
     def find(self, fingerprint: Fingerprint, name: str) -> Session | None:
-        return self._by_name.get((fingerprint, name))
+        key = fingerprint, name
+        if key not in self._by_name:
+            return None
+        named = (self._by_name[key], *reversed(self._namesakes.get(key, ())))
+        return next((session for session in named if not self.is_lost(session)), None)
 
     def add(self, session: Session) -> None:
         """Of two sessions with one name, the later added is found by it."""
@@ -166,7 +178,7 @@ class Catalog:
         self.index.insert(*self._blocks_of(segments))
         self._link_all(segments)
 
-    def _blocks_of(self, segments: list[SegmentRecord]) -> tuple[KeyArray, AddressArray]:
+    def _blocks_of(self, segments: Sequence[SegmentRecord]) -> tuple[KeyArray, AddressArray]:
         """Keys and addresses of all blocks of segments, at least one."""
         counts = np.array([segment.blocks for segment in segments])
         bases = np.array([segment.address for segment in segments], np.uint64)
@@ -196,6 +208,7 @@ class Catalog:
         session.tail_key = segment.keys[-1].tobytes()
         steps = np.arange(segment.blocks, dtype=np.uint64) * np.uint64(spec.plane_bytes[0])
         try:
+            self._give_way(segment.keys)
             inserted = int(np.count_nonzero(self.index.insert(segment.keys, np.uint64(segment.address) + steps)))
         except Overloaded:
             inserted = 0
@@ -204,30 +217,42 @@ class Catalog:
             self.watch([segment], True)
         return inserted
 
-    def unpublish(self, session: Session, segment: SegmentRecord) -> None:
-        """Make a segment invisible. Its bytes are as taken as before: the caller frees them, or does not."""
-        steps = np.arange(segment.blocks, dtype=np.uint64) * np.uint64(session.spec.plane_bytes[0])
-        self.index.remove(segment.keys, np.uint64(segment.address) + steps)
-        self.segments.remove(segment)
-        session.segments.remove(segment)
-        self._count(session, segment, -1)
+    def unpublish(self, *segments: SegmentRecord) -> None:
+        """Make segments invisible. Their bytes are as taken as before: the caller frees them, or does not."""
+        if not segments:
+            return
+        self.index.remove(*self._blocks_of(segments))
+        for segment in segments:
+            session = self.sessions[segment.session_no]
+            self.segments.remove(segment)
+            session.segments.remove(segment)
+            self._count(session, segment, -1)
         if self.watch is not None:
-            self.watch([segment], False)
+            self.watch(segments, False)
 
-    def unload(self, sessions: list[Session]) -> None:
-        """As `unpublish` and `forget` of each, at once: those of a path that failed may be most of what there is."""
-        gone = [segment for session in sessions for segment in session.segments]
-        if gone:
-            self.index.remove(*self._blocks_of(gone))
-            numbers = {session.session_no for session in sessions}
-            self.segments.load(segment for segment in self.segments if segment.session_no not in numbers)
-            if self.watch is not None:
-                self.watch(gone, False)
-        for session in sessions:
-            for segment in session.segments:
-                self._count(session, segment, -1)
-            session.segments.clear()
-            self.forget(session)
+    def lose(self, pool: int) -> None:
+        """A path failed: from here on none of its sessions is found. `unload` takes them out."""
+        self._lost_pools.add(pool)
+
+    def is_lost(self, session: Session) -> bool:
+        """Whether it has gone, or is about to."""
+        return session.gone or session.pool in self._lost_pools
+
+    def unload(self, pool: int) -> Iterator[tuple[SegmentRecord, ...]]:
+        """`unpublish` and `forget` all that is lost with a pool; what each step unpublished. Others may change all between steps."""
+        # From the end: the table is an array, and what stands behind moves up. What is in memory comes last.
+        left = list(self.segments)
+        while left:
+            some, left[-UNLOADED_AT_ONCE:] = left[-UNLOADED_AT_ONCE:], []
+            here = [segment for segment in some if self.segments.get(segment.address) is segment]
+            lost = tuple(segment for segment in here if self.sessions[segment.session_no].pool == pool)
+            self.unpublish(*lost)
+            yield lost
+        for session in list(self.sessions.values()):
+            if session.pool == pool and not session.gone:
+                self.forget(session)
+            yield ()
+        self._lost_pools.discard(pool)
 
     def count_tail(self, session: Session) -> None:
         """To be called when what is taken of a session's last file has changed, or its size."""
@@ -264,7 +289,29 @@ class Catalog:
 
     def present(self, keys: KeyArray) -> AddressArray:
         """Address of each key, `MISSING` where it is not stored."""
-        return self.index.lookup(keys)
+        addresses = self.index.lookup(keys)
+        if self._lost_pools:
+            addresses[self._lost(addresses)] = MISSING
+        return addresses
+
+    def _lost(self, addresses: AddressArray) -> NDArray[np.intp]:
+        """Which of the addresses are of lost sessions. A loop over segments, not over blocks."""
+        order = np.argsort(addresses)
+        ordered, at, lost = addresses[order], 0, [np.empty(0, np.intp)]
+        while at < len(ordered) and ordered[at] != np.uint64(MISSING):
+            segment = self.segments.at(int(ordered[at]))
+            end = int(np.searchsorted(ordered, np.uint64(segment.address + segment.total_bytes)))
+            if self.is_lost(self.sessions[segment.session_no]):
+                lost.append(order[at:end])
+            at = end
+        return np.concatenate(lost)
+
+    def _give_way(self, keys: KeyArray) -> None:
+        """Have none of these keys stand for lost blocks."""
+        if self._lost_pools:
+            addresses = self.index.lookup(keys)
+            lost = self._lost(addresses)
+            self.index.remove(keys[lost], addresses[lost])
 
     def prefix(self, spec: SpaceSpec, fingerprint: Fingerprint, keys: KeyArray) -> list[SegmentRun]:
         """The runs of the longest stored prefix of a chain.
@@ -281,7 +328,7 @@ class Catalog:
                 return runs
             segment = self.segments.at(address)
             session = self.sessions[segment.session_no]
-            if session.fingerprint != fingerprint:
+            if session.fingerprint != fingerprint or self.is_lost(session):
                 return runs
             first = (address - segment.address) // spec.plane_bytes[0]
             followed = _follow(session.segments, segment, first, keys[at:])
@@ -290,10 +337,11 @@ class Catalog:
         return runs + self.runs(spec, fingerprint, self.index.prefix(keys[at:]))
 
     def runs(self, spec: SpaceSpec, fingerprint: Fingerprint, addresses: AddressArray) -> list[SegmentRun]:
-        """The runs of a chain's stored prefix. Ends before a block of another space: a caller mixed up its keys."""
+        """The runs of a chain's stored prefix. Ends before a lost block, or one of another space: a caller mixed up its keys."""
         runs = self.segments.resolve(addresses, spec.plane_bytes[0])
         for at, run in enumerate(runs):
-            if self.sessions[run.segment.session_no].fingerprint != fingerprint:
+            session = self.sessions[run.segment.session_no]
+            if session.fingerprint != fingerprint or self.is_lost(session):
                 return runs[:at]
         return runs
 
@@ -327,7 +375,7 @@ class Catalog:
             return None
         session = self.sessions[self.segments.at(address).session_no]
         continues = session.tail_key == parent_key and not session.shared and session.fingerprint == fingerprint
-        return session if continues else None
+        return session if continues and not self.is_lost(session) else None
 
 
 def _follow(

@@ -157,7 +157,7 @@ class Committer:
 
     def _publish(self, turn: Turn, part: Part, segment: SegmentRecord) -> None:
         session = part.session
-        if session.gone:
+        if self._catalog.is_lost(session):
             raise Unavailable("the session was lost with its SSD path")
         part.open = False
         session.holds -= 1

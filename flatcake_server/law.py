@@ -161,7 +161,7 @@ class _Look:
         within = np.arange(counts.sum()) - np.repeat(firsts, counts)
         bases = np.repeat(np.array([segment.address for segment in segments], np.uint64), counts)
         own = bases + within.astype(np.uint64) * np.uint64(session.spec.plane_bytes[0])
-        found = self._store.catalog.present(np.concatenate([segment.keys for segment in segments]))
+        found = self._store.catalog.index.lookup(np.concatenate([segment.keys for segment in segments]))
         told = np.add.reduceat((found == own).astype(np.int64), firsts).tolist()
         self._own.update(zip((segment.generation for segment in segments), told, strict=True))
 
@@ -254,7 +254,8 @@ class _Owned:
 def _check_session(store: Store, session: Session) -> list[str]:
     findings = []
     named = store.catalog.find(session.fingerprint, session.name)
-    if session.gone or named is None or (named is not session and named.pool == session.pool):
+    astray = named is None or (named is not session and named.pool == session.pool)
+    if session.gone or (astray and not store.catalog.is_lost(session)):
         findings.append(f"session {session.name}: listed, but not to be found by its name")
     if session.files and session.pool == MEMORY_POOL:
         findings.append(f"session {session.name}: has files, but no SSD path")

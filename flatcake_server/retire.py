@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from flatcake_server.catalog import MEMORY_POOL, Catalog, Session, SessionFile
 from flatcake_server.disk import SLOW_S, Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.lease import LeaseTable
+from flatcake_server.pace import Pace
 from flatcake_server.reclaim import TRIMS_AT_ONCE, TRIMS_MAX, reclaim_need, tails_of
 from flatcake_server.records import SegmentRecord, SessionNo
 from flatcake_transport.address import Medium
@@ -52,6 +53,9 @@ class Retirement:
         self._trimming = False
         self._memory_futile = False  # nothing could go: not looked for again before the next tick
         self._background: set[asyncio.Task[None]] = set()
+        self.unloading: set[asyncio.Task[None]] = (
+            set()
+        )  # paths that failed: no longer found, and on their way out of the tables
         self._limbo: list[tuple[SessionNo, int, int]] = []
         self.counts: Counter[str] = Counter()
         self.reclaimed: Counter[int] = Counter()
@@ -108,9 +112,9 @@ class Retirement:
         if len(self._catalog) < sessions_max:
             return
         order = self._catalog.order
-        pool = max(self._droppable(), key=order.sessions_in)
+        pool = self._fullest(order.sessions_in)
         some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
-        for victim in order.victims(pool, max(1, some), self.busy):
+        for victim in order.victims(pool, max(1, some), self._stays):
             if self._still_goes(victim):
                 await self.drop(self._catalog.sessions[SessionNo(victim)])
                 self.reclaimed[pool] += 1
@@ -119,16 +123,25 @@ class Retirement:
         """Have room for `blocks` more in the index: drop some of the pool that has most."""
         catalog = self._catalog
         while blocks <= blocks_max < len(catalog.index) + blocks:
-            before, pool = len(catalog.index), max(self._droppable(), key=lambda pool: catalog.blocks_in[pool])
+            before, pool = len(catalog.index), self._fullest(catalog.blocks_in.__getitem__)
             over = max(blocks, len(catalog.index) + blocks - blocks_max)
             some = over * catalog.order.bytes_of(pool) // max(1, catalog.blocks_in[pool])
-            await self._drop_all(pool, catalog.order.victims(pool, max(1, some), self.busy))
+            await self._drop_all(pool, catalog.order.victims(pool, max(1, some), self._stays))
             if len(catalog.index) >= before:
                 return
 
-    def _droppable(self) -> list[int]:
-        """Pools whose sessions can go now: none of a path that hangs, and others would wait with it."""
-        return [MEMORY_POOL, *(pool for pool, disk in self._disks.items() if disk.waited_s <= SLOW_S)]
+    def _fullest(self, size_of: Callable[[int], int]) -> int:
+        """The pool that has most; before it one that is lost. None of a path that hangs: who waits for room would wait with it."""
+        pools = [MEMORY_POOL, *(pool for pool, disk in self._disks.items() if disk.waited_s <= SLOW_S)]
+        lost = [pool for pool in pools if pool in self._disks and self._disks[pool].failure and size_of(pool)]
+        return max(lost or pools, key=size_of)
+
+    def _stays(self, session_no: int) -> bool:
+        """As `busy`, or its end would have to wait for a path that hangs: what is in memory may have files as well."""
+        if self.busy(session_no):
+            return True
+        disk = self._disks.get(self._catalog.sessions[SessionNo(session_no)].pool)
+        return disk is not None and disk.waited_s > SLOW_S
 
     async def make_memory_piece(self, size_bytes: int) -> int | None:
         """Memory in one piece on a node that has nothing else: drop sessions one by one until there is. None: there is not."""
@@ -173,7 +186,7 @@ class Retirement:
             session = self._catalog.sessions[SessionNo(session_no)]
             if pool == MEMORY_POOL and session.files:
                 # What it has on SSD frees no memory. Blocks between are missing then, and stored anew when they are used.
-                self._hide(session, [s for s in session.segments if s.address.medium is Medium.MEMORY])
+                self._hide([s for s in session.segments if s.address.medium is Medium.MEMORY])
                 await self.settle(session)
             else:
                 await self.drop(session)
@@ -205,19 +218,19 @@ class Retirement:
             await self._delete(disk, files)
 
     def _vanish(self, session: Session) -> None:
-        self._hide(session, list(session.segments))
+        self._hide(list(session.segments))
         self._catalog.forget(session)
 
-    def _hide(self, session: Session, segments: list[SegmentRecord]) -> None:
+    def _hide(self, segments: list[SegmentRecord]) -> None:
         """Make segments invisible; memory is free with them, or with the last lease on it."""
+        self._catalog.unpublish(*segments)
         for segment in segments:
-            self._catalog.unpublish(session, segment)
             if segment.address.medium is Medium.MEMORY:
-                self._free_memory(session.session_no, segment)
+                self._free_memory(segment)
 
-    def _free_memory(self, session_no: SessionNo, segment: SegmentRecord) -> None:
-        if self._leases.pins(session_no) > 0:
-            self._limbo.append((session_no, segment.address.offset, segment.total_bytes))
+    def _free_memory(self, segment: SegmentRecord) -> None:
+        if self._leases.pins(segment.session_no) > 0:
+            self._limbo.append((segment.session_no, segment.address.offset, segment.total_bytes))
         else:
             self._memory.free(segment.address.offset, segment.total_bytes)
 
@@ -331,9 +344,9 @@ class Retirement:
 
     async def discard(self, session: Session, segment: SegmentRecord) -> None:
         """Take one segment out: it is corrupt, or somebody else's copy came first. Its bytes in a file stay a hole."""
-        self._catalog.unpublish(session, segment)
+        self._catalog.unpublish(segment)
         if segment.address.medium is Medium.MEMORY:
-            self._free_memory(session.session_no, segment)
+            self._free_memory(segment)
         else:
             for file in session.files:
                 if file.file_id == segment.file_id:
@@ -353,13 +366,20 @@ class Retirement:
         if disk.failure:
             return
         disk.failure = failure
-        lost = [session for session in self._catalog.sessions.values() if session.pool == disk.pool]
-        memory = [(session.session_no, s) for session in lost for s in session.segments if not s.file_id]
-        self._catalog.unload(lost)
-        for session_no, segment in memory:
-            self._free_memory(session_no, segment)
+        self._catalog.lose(disk.pool)
         self.counts["disk_failures"] += 1
-        log.error("SSD path %s is out of service, %d sessions with it: %s", disk.path, len(lost), failure)
+        sessions = self._catalog.order.sessions_in(disk.pool)
+        log.error("SSD path %s is out of service, %d sessions with it: %s", disk.path, sessions, failure)
+        self.unloading.add(task := asyncio.ensure_future(self._unload(disk)))
+        task.add_done_callback(self.unloading.discard)
+
+    async def _unload(self, disk: Disk) -> None:
+        pace = Pace()
+        for gone in self._catalog.unload(disk.pool):
+            for segment in gone:
+                if segment.address.medium is Medium.MEMORY:
+                    self._free_memory(segment)
+            await pace.rest()
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -404,5 +424,8 @@ class Retirement:
         task.add_done_callback(self._background.discard)
 
     async def drain(self) -> None:
+        """Wait for what was spawned. The end of a process needs no tables emptied."""
+        for task in self.unloading:
+            task.cancel()
         while self._background:
             await asyncio.gather(*self._background, return_exceptions=True)

@@ -164,6 +164,10 @@ class Core:
         """The next call of an operation of the disk fails."""
         self.faults[name] += 1
 
+    async def lose(self, pool: int) -> None:
+        """A path fails for good."""
+        self.node.retirement.fail_disk(self.node.disks[pool], "EIO")
+
     def crash(self) -> None:
         """What is in memory is gone."""
         self.faults.clear()
@@ -185,6 +189,7 @@ class Core:
 
         async def together() -> list[Any]:
             results = await asyncio.gather(*work, return_exceptions=True)
+            await asyncio.gather(*self.node.retirement.unloading)
             await self.node.retirement.drain()
             return results
 

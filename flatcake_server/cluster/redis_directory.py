@@ -116,6 +116,7 @@ class RedisDirectory:
         self._bucket = f"fc:{cluster}:b:"
         self._version = b""
         self._client: Any = None  # redis.Redis or redis.RedisCluster: their types do not meet
+        self._connecting = asyncio.Lock()
 
     async def beat(self, me: Member, ttl_s: float, takeover: bytes, *, members: bool) -> Beat:
         known = b"" if members else self._version
@@ -186,33 +187,43 @@ class RedisDirectory:
         return sum(map(len, stale.values()))
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            with contextlib.suppress(RedisError, RedisClusterException, OSError):
-                await client.aclose()
+        if self._client is not None:
+            await self._let_go(self._client)
+
+    async def _let_go(self, client: Any) -> None:
+        """Also of one that others let go of before: a call that was under way may have connected it again."""
+        if self._client is client:
+            self._client = None
+        with contextlib.suppress(RedisError, RedisClusterException, OSError):
+            await client.aclose()
 
     def place(self, key: bytes) -> _Place:
         return _Place(f"{self._bucket}{int.from_bytes(key[:4], 'big') * self._buckets >> 32:x}", key[_SUFFIX])
 
     async def _connected(self) -> Any:
-        """The client, made at the first call that gets an answer: which kind it must be, the server says."""
+        """The client, one for all who ask meanwhile."""
         if self._client is not None:
             return self._client
+        async with self._connecting:
+            if self._client is None:
+                self._client = await self._connect()
+            return self._client
+
+    async def _connect(self) -> Any:
+        """A client of the first server that answers: which kind it must be, that one says."""
         error: Exception = ValueError("redis_url names no server")
         for url in self._urls:
             single = redis.Redis.from_url(url, **self._options())
+            taken = False
             try:
                 clustered = (await single.info("cluster")).get("cluster_enabled") == 1
+                taken = not clustered
+                return redis.RedisCluster.from_url(url, **self._options()) if clustered else single
             except (RedisError, RedisClusterException, OSError, TimeoutError) as failure:
                 error = failure
-                await single.aclose()
-                continue
-            if clustered:
-                await single.aclose()
-                self._client = redis.RedisCluster.from_url(url, **self._options())
-            else:
-                self._client = single
-            return self._client
+            finally:  # also where the caller's time was over
+                if not taken:
+                    await single.aclose()
         raise error
 
     def _options(self) -> dict[str, Any]:
@@ -225,6 +236,7 @@ class RedisDirectory:
 
     async def _ask(self, commands: Callable[[Any], Awaitable[Any]], *, tries: int = 2) -> Any:
         """One round trip; a second one where a connection of the pool had been closed by a restarted server."""
+        client = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
@@ -236,6 +248,6 @@ class RedisDirectory:
                         if not tries:
                             raise
         except (RedisError, RedisClusterException, OSError, TimeoutError, ValueError, EOFError) as error:
-            if isinstance(self._client, redis.RedisCluster) and not isinstance(error, MaxConnectionsError):
-                await self.close()  # who is primary of what may have changed: the next call asks again
+            if isinstance(client, redis.RedisCluster) and not isinstance(error, MaxConnectionsError):
+                await self._let_go(client)  # who is primary of what may have changed: the next call asks again
             raise Unavailable(f"the directory does not answer: {error or type(error).__name__}") from error

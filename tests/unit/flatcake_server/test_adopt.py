@@ -138,7 +138,7 @@ def test_one_name_on_two_paths(tmp_path):
     core.open(ONE)
     core.put(ONE, [1, 2], session="s")
     session = core.store.catalog.find(ONE.fingerprint, "s")
-    core.node.retirement.fail_disk(core.node.disks[session.pool], "away")
+    core.do(core.lose(session.pool))
     core.now_s += 1
     core.put(ONE, [1, 2, 3], session="s")
     core.restart()

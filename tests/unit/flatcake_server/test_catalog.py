@@ -65,7 +65,7 @@ def test_the_prefix_is_that_of_the_index(seed):
         chains.append(np.concatenate(parts))
     for session in list(shelf.catalog.sessions.values())[:2]:  # holes
         for segment in list(session.segments)[:1]:
-            shelf.catalog.unpublish(session, segment)
+            shelf.catalog.unpublish(segment)
     for chain in chains:
         for asked in (chain, chain[: len(chain) // 2], np.concatenate([chain, new_keys(rng, 3)]), chain[:0]):
             blocks = len(shelf.catalog.index.prefix(asked))

@@ -7,8 +7,10 @@ import asyncio
 import pytest
 from core import Core, Yield, suspect
 
-from flatcake_server import app, retire
+from flatcake_server import app, catalog, retire
+from flatcake_server.catalog import UNLOADED_AT_ONCE
 from flatcake_server.journal_records import FILES, SEGMENTS, SESSIONS
+from flatcake_server.law import check_state
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
 
@@ -252,20 +254,103 @@ def test_ranks_join_while_a_place_in_the_tables_is_made(tmp_path, pace):
     core.close()
 
 
-def test_a_path_that_fails_takes_its_sessions_at_once(core, monkeypatch):
-    """One by one they held the loop: 22 s for 100,000 segments."""
-    for number in range(4):
+def test_a_path_that_fails_is_emptied_a_few_segments_at_a_time(core, monkeypatch):
+    """All at once they held the loop for seconds, at 10 million blocks."""
+    for number in range(10):
         core.put(ONE, [number], session=f"s{number}")
         core.put(ONE, [number, 9], session=f"s{number}", context_tokens=1, previous_reply_tokens=1)
     index, calls = core.store.catalog.index, []
-    remove = index.remove
+    stored, remove = len(index), index.remove
     monkeypatch.setattr(index, "remove", lambda *arguments: calls.append(remove(*arguments)))
-    _, lease = core.hit(ONE, [0, 9], pin=True)
-    core.node.retirement.fail_disk(core.node.disks[1], "EIO")
-    assert calls == [8]
+    _, lease = core.hit(ONE, [9, 9], pin=True)
+
+    async def story() -> None:
+        await core.lose(1)
+        assert [core.hit(ONE, [number, 9])[0] for number in range(10)] == [0] * 10
+        assert core.store.catalog.find(ONE.fingerprint, "s1") is None
+        assert not calls
+
+    core.do(story())
+    assert (sum(calls), max(calls), len(core.store.catalog)) == (stored, UNLOADED_AT_ONCE, 0)
+    assert stored > UNLOADED_AT_ONCE
     assert len(core.node.retirement.limbo) == 1, "leased memory waits"
-    assert core.hit(ONE, [1, 9])[0] == 0
     core.check()
     core.store.release(core.clients[0], [lease])
     core.do(core.store.tick(600.0))
     assert core.node.memory.used_bytes == 0
+
+
+def test_what_a_path_lost_is_stored_again_before_it_is_emptied(tmp_path, monkeypatch):
+    core, go = Core(tmp_path, paths=2), asyncio.Event()
+    core.open(ONE)
+    for number in range(6):
+        core.put(ONE, [number, 0], session=f"s{number}")
+    lost = [s for s in core.store.catalog.sessions.values() if s.pool == 1]
+    names = [int(session.name[1:]) for session in lost]
+    assert 0 < len(names) < 6
+
+    def state() -> list[str]:
+        return check_state(core.store, core.node.memory, core.node.ssd_range)
+
+    async def story() -> None:
+        await core.lose(1)
+        assert state() == []
+        for number in names:
+            assert core.hit(ONE, [number, 0])[0] == 0
+            await core.commit(await core.begin(ONE, [number, 0, 1], session=f"s{number}"))
+        assert not any(session.gone for session in lost[1:])
+        assert [core.hit(ONE, [number, 0, 1])[0] for number in names] == [3] * len(names)
+        assert state() == []
+        go.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "UNLOADED_AT_ONCE", 1)
+        patch.setattr(retire.Pace, "rest", lambda _: go.wait())
+        core.do(story())
+    assert all(session.gone for session in lost)
+    assert [core.hit(ONE, [number, 0])[0] for number in range(6)] == [2] * 6
+    core.check(data=True)
+    core.check_rest()
+    core.close()
+
+
+@pytest.mark.parametrize("full", [{"sessions_max": 8}, {"index_blocks_max": 16}], ids=["sessions", "index"])
+def test_a_full_table_has_room_where_a_path_was_lost(tmp_path, monkeypatch, full):
+    """Nothing of a path that is well goes for what is on its way out."""
+    core, go = Core(tmp_path, paths=2, **full), asyncio.Event()
+    core.open(ONE)
+    core.store.disks[1].quota_bytes -= 16 << 12  # so that more lies on the other
+    for number in range(8):
+        core.put(ONE, [number, 0], session=f"s{number}")
+    well = [session for session in core.store.catalog.sessions.values() if session.pool == 2]
+    assert 4 < len(well) < 8
+
+    async def story() -> None:
+        await core.lose(1)
+        await core.commit(await core.begin(ONE, [99, 0], session="new"))
+        assert not any(session.gone for session in well)
+        go.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "UNLOADED_AT_ONCE", 1)
+        patch.setattr(retire.Pace, "rest", lambda _: go.wait())
+        core.do(story())
+    core.check()
+    core.close()
+
+
+def test_the_end_does_not_wait_for_a_lost_path_to_be_emptied(tmp_path, monkeypatch):
+    core = Core(tmp_path)
+    core.open(ONE)
+    core.put(ONE, [1], session="s")
+
+    async def story() -> None:
+        monkeypatch.setattr(retire.Pace, "rest", lambda _: asyncio.Event().wait())
+        await core.lose(1)
+        (emptying,) = core.node.retirement.unloading
+        await core.node.retirement.drain()
+        await asyncio.wait({emptying})
+        assert emptying.cancelled()
+
+    core.do(story())
+    core.close()

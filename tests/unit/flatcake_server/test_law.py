@@ -323,7 +323,7 @@ def test_a_session_stays_while_it_is_read(core):
 
 
 def test_a_dead_path_is_passed_over(core):
-    core.node.retirement.fail_disk(core.node.disks[1], "dead")
+    core.do(core.lose(1))
     with pytest.raises(Unavailable):
         core.do(core.node.disks[1].run(list))
     assert core.do(check_files(core.store)) == data(core) == state(core) == []

@@ -25,7 +25,7 @@ def test_a_loop_that_loses_a_cancellation_ends_all_the_same():
 
     async def work() -> None:
         tasks = [asyncio.ensure_future(each()) for each in (deaf, failing, asyncio.Event().wait)]
-        await asyncio.sleep(0)
+        await asyncio.wait(tasks, timeout=0)  # all have begun
         await end(tasks)
         assert all(task.done() for task in tasks)
         await end(tasks)

@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-import redis.asyncio as redis
-from redis.exceptions import MaxConnectionsError
 from redis_server import RedisCluster, RedisServer, needs_redis
 
 from flatcake_server.cluster.directory import Holder
@@ -220,20 +218,6 @@ def test_nobody_at_the_url():
             await directory.beat(ME, 60, b"", members=True)
 
     run("redis://127.0.0.1:1,redis://127.0.0.1:2", work)
-
-
-@pytest.mark.parametrize(("error", "kept"), [(MaxConnectionsError, True), (ConnectionError, False)])
-def test_a_caller_too_many_takes_no_connection_from_the_others(error, kept):
-    async def commands(_):
-        raise error
-
-    async def work(directory):
-        client = directory._client = redis.RedisCluster(host="127.0.0.1", port=1)
-        with pytest.raises(Unavailable):
-            await directory._ask(commands)
-        assert (directory._client is client) == kept
-
-    run("redis://127.0.0.1:1", work)
 
 
 def test_a_redis_cluster_of_six(tmp_path):
