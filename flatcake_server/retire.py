@@ -108,33 +108,33 @@ class Retirement:
         return self.busy(session_no) or self._catalog.sessions[SessionNo(session_no)].lock.locked()
 
     async def make_session_room(self, sessions_max: int) -> None:
-        """Have room for one more session in the tables: drop some of the pool that has most."""
-        if len(self._catalog) < sessions_max:
-            return
+        """Have room for one more session in the tables: drop some of the pool that has most and can spare some."""
         order = self._catalog.order
-        pool = self._fullest(order.sessions_in)
-        some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
-        for victim in order.victims(pool, max(1, some), self._stays):
-            if self._still_goes(victim):
-                await self.drop(self._catalog.sessions[SessionNo(victim)])
-                self.reclaimed[pool] += 1
+        for pool in self._fullest_first(order.sessions_in):
+            if len(self._catalog) < sessions_max:
+                return
+            some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
+            for victim in order.victims(pool, max(1, some), self._stays):
+                if self._still_goes(victim):
+                    await self.drop(self._catalog.sessions[SessionNo(victim)])
+                    self.reclaimed[pool] += 1
 
     async def make_index_room(self, blocks: int, blocks_max: int) -> None:
-        """Have room for `blocks` more in the index: drop some of the pool that has most."""
+        """Have room for `blocks` more in the index: drop some of the pool that has most and can spare some."""
         catalog = self._catalog
-        while blocks <= blocks_max < len(catalog.index) + blocks:
-            before, pool = len(catalog.index), self._fullest(catalog.blocks_in.__getitem__)
-            over = max(blocks, len(catalog.index) + blocks - blocks_max)
-            some = over * catalog.order.bytes_of(pool) // max(1, catalog.blocks_in[pool])
-            await self._drop_all(pool, catalog.order.victims(pool, max(1, some), self._stays))
-            if len(catalog.index) >= before:
-                return
+        for pool in self._fullest_first(catalog.blocks_in.__getitem__):
+            before = -1
+            while blocks <= blocks_max < len(catalog.index) + blocks and len(catalog.index) != before:
+                before = len(catalog.index)
+                over = max(blocks, before + blocks - blocks_max)
+                some = over * catalog.order.bytes_of(pool) // max(1, catalog.blocks_in[pool])
+                await self._drop_all(pool, catalog.order.victims(pool, max(1, some), self._stays))
 
-    def _fullest(self, size_of: Callable[[int], int]) -> int:
-        """The pool that has most; before it one that is lost. None of a path that hangs: who waits for room would wait with it."""
-        pools = [MEMORY_POOL, *(pool for pool, disk in self._disks.items() if disk.waited_s <= SLOW_S)]
-        lost = [pool for pool in pools if pool in self._disks and self._disks[pool].failure and size_of(pool)]
-        return max(lost or pools, key=size_of)
+    def _fullest_first(self, size_of: Callable[[int], int]) -> list[int]:
+        """Pools by what they have; what is lost goes before all else. None of a path that hangs: who waits for room would, too."""
+        well = [MEMORY_POOL, *(pool for pool, disk in self._disks.items() if disk.waited_s <= SLOW_S)]
+        lost = [pool for pool in well if pool != MEMORY_POOL and self._disks[pool].failure]
+        return lost + sorted((pool for pool in well if pool not in lost), key=size_of, reverse=True)
 
     def _stays(self, session_no: int) -> bool:
         """As `busy`, or its end would have to wait for a path that hangs: what is in memory may have files as well."""

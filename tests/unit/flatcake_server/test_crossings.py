@@ -294,14 +294,16 @@ def test_what_a_path_lost_is_stored_again_before_it_is_emptied(tmp_path, monkeyp
 
     async def story() -> None:
         await core.lose(1)
-        assert state() == []
-        for number in names:
-            assert core.hit(ONE, [number, 0])[0] == 0
-            await core.commit(await core.begin(ONE, [number, 0, 1], session=f"s{number}"))
-        assert not any(session.gone for session in lost[1:])
-        assert [core.hit(ONE, [number, 0, 1])[0] for number in names] == [3] * len(names)
-        assert state() == []
-        go.set()
+        try:
+            assert state() == []
+            for number in names:
+                assert core.hit(ONE, [number, 0])[0] == 0
+                await core.commit(await core.begin(ONE, [number, 0, 1], session=f"s{number}"))
+            assert not any(session.gone for session in lost[1:])
+            assert [core.hit(ONE, [number, 0, 1])[0] for number in names] == [3] * len(names)
+            assert state() == []
+        finally:
+            go.set()
 
     with monkeypatch.context() as patch:
         patch.setattr(catalog, "UNLOADED_AT_ONCE", 1)
@@ -312,6 +314,23 @@ def test_what_a_path_lost_is_stored_again_before_it_is_emptied(tmp_path, monkeyp
     core.check(data=True)
     core.check_rest()
     core.close()
+
+
+def test_a_commit_whose_path_is_lost_before_it_is_visible_is_none(core):
+    disk = core.node.disks[1]
+    real = disk.run
+
+    async def run(work, *arguments):
+        result = await real(work, *arguments)
+        if work == disk.journal.commit:
+            await core.lose(1)
+        return result
+
+    turn = core.do(core.begin(ONE, [1]))
+    disk.run = run
+    with pytest.raises(Unavailable, match="lost with its SSD path"):
+        core.do(core.commit(turn))
+    assert core.hit(ONE, [1])[0] == 0
 
 
 @pytest.mark.parametrize("full", [{"sessions_max": 8}, {"index_blocks_max": 16}], ids=["sessions", "index"])
@@ -327,9 +346,11 @@ def test_a_full_table_has_room_where_a_path_was_lost(tmp_path, monkeypatch, full
 
     async def story() -> None:
         await core.lose(1)
-        await core.commit(await core.begin(ONE, [99, 0], session="new"))
-        assert not any(session.gone for session in well)
-        go.set()
+        try:
+            await core.commit(await core.begin(ONE, [99, 0], session="new"))
+            assert not any(session.gone for session in well)
+        finally:
+            go.set()
 
     with monkeypatch.context() as patch:
         patch.setattr(catalog, "UNLOADED_AT_ONCE", 1)

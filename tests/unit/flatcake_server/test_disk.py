@@ -83,6 +83,29 @@ def test_a_full_table_drops_nothing_of_a_path_that_hangs(tmp_path, monkeypatch, 
     core.close()
 
 
+@pytest.mark.parametrize("full", [{"sessions_max": 11}, {"index_blocks_max": 18}], ids=["sessions", "index"])
+def test_a_full_table_drops_nothing_in_memory_whose_files_are_on_a_path_that_hangs(tmp_path, monkeypatch, full):
+    """Most is in memory, and all that is there would have to wait; the other path can spare some."""
+    core, slow = Core(tmp_path, paths=2, **full), 1
+    core.open(ONE)
+    monkeypatch.setattr(Disk, "waited_s", property(lambda disk: 5.0 if disk.pool == slow else 0.0))
+    for number in range(3):
+        core.put(ONE, [number], session=f"s{number}")
+    slow = 2
+    for number in range(3, 10):
+        core.put(ONE, [number], session=f"s{number}")
+        core.put(ONE, [number, 9], session=f"s{number}", context_tokens=1, previous_reply_tokens=1)
+    core.put(ONE, [10], session="s10")
+    pools = core.store.catalog.order.sessions_in
+    assert [pools(pool) for pool in range(3)] == [7, 8, 3]
+    slow = 1
+    core.put(ONE, [99], session="new")
+    assert [pools(pool) for pool in range(2)] == [7, 8]
+    assert core.node.retirement.reclaimed.keys() == {2}
+    assert core.hit(ONE, [99])[0] == 1
+    core.close()
+
+
 def test_a_reader_has_the_files_of_the_paths_that_do_not_hang(tmp_path, monkeypatch):
     core = Core(tmp_path, paths=2)
     core.open(ONE)
