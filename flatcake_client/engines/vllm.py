@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.logger import init_logger
@@ -31,6 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from flatcake_client.engines.vllm_jobs import FlatCakePromMetrics, FlatCakeStats, StepJobs
 from flatcake_client.engines.vllm_scheduler import SchedulerSide
 from flatcake_client.engines.vllm_settings import Settings, geometry, open_space, shard_of
+from flatcake_client.engines.vllm_weights import watch_weights
 from flatcake_client.engines.vllm_worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             space = open_space(client, vllm_config, kv_cache_config, settings, shard_of(vllm_config))
             self._worker = WorkerSide(client, space, shape, settings)
+            watch_weights()
         log.info("FlatCake: %s, space %s", role.name.lower(), space.spec.fingerprint.hex())
 
     @property
@@ -192,6 +195,13 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         nothing: tuple[set[str], set[str]] = (set(), set())
         sent, received = self._safely("get_finished", nothing, finished)
         return sent or None, received or None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._safely("build_connector_worker_meta", None, self._moved.weights_gone)
+
+    def _weights_changed(self) -> None:
+        """Called by `vllm_weights`: those of this worker are others from now on."""
+        self._moved.weights_changed()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed = self._safely("get_block_ids_with_load_errors", None, self._moved.failures)

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 if TYPE_CHECKING:
@@ -48,12 +48,26 @@ class Store:
 
 @dataclass
 class StepJobs(KVConnectorMetadata):
-    """`idle`: nothing is computed in this step, so a worker may wait a moment for a load. `preempted`: request ids."""
+    """`idle`: nothing is computed in this step, so a worker may wait a moment for a load. `preempted`: request ids.
+
+    `weights`: what names the weights by which the scheduler looks up; None: its cache may have KV of several.
+    """
 
     loads: tuple[Load, ...] = ()
     stores: tuple[Store, ...] = ()
     preempted: frozenset[str] = frozenset()
     idle: bool = False
+    weights: bytes | None = b""
+
+
+@dataclass
+class WeightsChanged(KVConnectorWorkerMetadata):
+    """A worker says that its weights are no longer those that the scheduler calls so."""
+
+    weights: bytes
+
+    def aggregate(self, _other: KVConnectorWorkerMetadata) -> WeightsChanged:
+        return self
 
 
 COUNTERS: Final = {

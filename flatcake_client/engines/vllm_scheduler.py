@@ -24,10 +24,11 @@ from vllm.v1.request import RequestStatus
 from flatcake_client import Client, Hit, Space
 from flatcake_client.background import Lookups
 from flatcake_client.conversations import Conversations
-from flatcake_client.engines.vllm_jobs import Load, StepJobs, Store, Tally
+from flatcake_client.engines.vllm_jobs import Load, StepJobs, Store, Tally, WeightsChanged
 from flatcake_client.engines.vllm_settings import Adapters, Geometry, Settings
 from flatcake_client.engines.weights import Weights
 from flatcake_client.paged_kv import TurnFacts
+from flatcake_transport.errors import Unavailable
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,10 +49,10 @@ FLUSH: Final = "POST /reset_prefix_cache?reset_external=true to vLLM"
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a request. `offered`: tokens that vLLM has itself, and that FlatCake has beyond."""
+    """What is known of a request. `salt`: None: nothing is known of the weights. `offered`: tokens that vLLM has, and FlatCake beyond."""
 
     request: Request
-    salt: bytes
+    salt: bytes | None
     started: bool = False  # it has blocks, or had, in this admission: its KV is, at first, of the weights of then
     asked_s: float | None = None
     asked_again: bool = False  # because it was to be scheduled: the answer is used, however late vLLM comes for it
@@ -95,13 +96,13 @@ class SchedulerSide:
 
     def arrived(self, request: Request) -> None:
         known = self._of(request)
-        if self._loads_on:
+        if self._loads_on and known.salt is not None:
             self._ask(request, known)
 
     def matched(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those; None: ask again. And whether they come between steps."""
         known = self._of(request)
-        if not self._loads_on or known.tried or request.skip_reading_prefix_cache:
+        if not self._loads_on or known.tried or known.salt is None or request.skip_reading_prefix_cache:
             return 0, False
         answer = self._lookups.poll(request.request_id)
         if not answer.waiting and self._stale(known, answer.found):
@@ -132,6 +133,7 @@ class SchedulerSide:
         known.started = True
         if not external_tokens or known.tried:
             return
+        assert known.salt is not None, "nothing was offered"
         # The workers look up for themselves; this hit only keeps the blocks until they have.
         hit = self._lookups.take(request.request_id)
         first = known.offered[0] // self._block_tokens
@@ -176,7 +178,7 @@ class SchedulerSide:
         loads, self._loads = tuple(self._loads), []
         stores, self._stores = tuple(self._stores), []
         idle = output.total_num_scheduled_tokens == 0
-        return StepJobs(loads, stores, frozenset(output.preempted_req_ids or ()), idle)
+        return StepJobs(loads, stores, frozenset(output.preempted_req_ids or ()), idle, self._weights_salt())
 
     def pause(self, jobs: StepJobs) -> None:
         """When nothing is computed and an answer is out, a moment is left to the threads."""
@@ -192,6 +194,11 @@ class SchedulerSide:
             if known is not None:
                 hit, known.hit = known.hit, None
                 self._lookups.discard(hit)
+        told = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(told, WeightsChanged) and told.weights == self._weights_salt():
+            self._weights.changed()
+            self._renamed()
+            log.warning("FlatCake: weights were changed without a reset: nothing is found or stored until %s", FLUSH)
 
     def ended(self, request: Request, block_ids: Sequence[int]) -> None:
         """The request is over; what is new of its context is stored. Then `owes` says whether its blocks are held."""
@@ -219,12 +226,16 @@ class SchedulerSide:
         """All that was stored up to now is never found by this engine again: its weights may have changed."""
         self._weights.changed()
         self._weights.flushed()
+        self._renamed()
+        log.info("FlatCake: what was stored before this reset is not used any more")
+
+    def _renamed(self) -> None:
+        """Requests that have no KV yet are of the weights as they are called now."""
         for request_id, known in self._known.items():
             if not known.started:
                 self._lookups.cancel(request_id)
                 known.asked_s = None
                 known.salt = self._salt(known.request)
-        log.info("FlatCake: what was stored before this reset is not used any more")
 
     def close(self) -> None:
         self._lookups.close(CLOSE_TIMEOUT_S)
@@ -244,19 +255,27 @@ class SchedulerSide:
         self._known[request.request_id] = known
         return known
 
-    def _salt(self, request: Request) -> bytes:
+    def _salt(self, request: Request) -> bytes | None:
         """VLLM's hashes have an adapter's name; what that name stands for may differ from one start to the next."""
-        return self._weights.salt() + self._adapters.salt(request.lora_request)
+        weights = self._weights_salt()
+        return None if weights is None else weights + self._adapters.salt(request.lora_request)
 
-    def _mixed(self, known: _Known) -> bool:
-        """Whether it may have KV of several weights: there was a reset since it started, or its adapter's files changed."""
-        return self._salt(known.request) != known.salt
+    def _weights_salt(self) -> bytes | None:
+        try:
+            return self._weights.salt()
+        except Unavailable:
+            return None
+
+    def _pure(self, known: _Known) -> bytes | None:
+        """Its salt; None: it may have KV of several weights: they or its adapter's files changed, or there was a reset, since it started."""
+        salt = self._salt(known.request)
+        return salt if salt == known.salt else None
 
     def _ask(self, request: Request, known: _Known) -> None:
         blocks = (request.num_tokens - 1) // self._block_tokens
         known.asked_s = time.monotonic()
         self.tally.add("lookups")
-        look = partial(self._look, request.block_hashes[:blocks], known.salt)
+        look = partial(self._look, request.block_hashes[:blocks], known.salt or b"")
         self._lookups.submit(request.request_id, look, self._settings.lookup_timeout_s)
 
     def _look(self, hashes: list[bytes], salt: bytes) -> Hit | None:
@@ -288,11 +307,12 @@ class SchedulerSide:
         past = self._conversations.past(session, hashes)
         if request.num_output_tokens:
             self._conversations.turned(session, hashes, past, request.num_output_tokens)
-        if blocks <= max(known.loaded_blocks, known.stored_blocks) or self._mixed(known):
+        salt = self._pure(known)
+        if blocks <= max(known.loaded_blocks, known.stored_blocks) or salt is None:
             return  # nothing new; so it is, too, with a load that has not ended
         shares = self._share_counts(block_ids[:blocks])
         facts = TurnFacts(session, request.num_tokens, past.reply_tokens, past.turns + 1, shares)
-        self._store(Store(request.request_id, tuple(hashes), known.salt, tuple(block_ids[:blocks]), facts))
+        self._store(Store(request.request_id, tuple(hashes), salt, tuple(block_ids[:blocks]), facts))
 
     def _store(self, job: Store) -> bool:
         fits = self._held_blocks + len(job.block_ids) <= self._held_blocks_max or not self._storing
@@ -329,14 +349,15 @@ class SchedulerSide:
         request = known.request
         blocks = request.num_prompt_tokens // self._block_tokens
         computed_tokens = request.num_computed_tokens + output.num_scheduled_tokens[request_id]
-        if computed_tokens < request.num_prompt_tokens or blocks <= known.loaded_blocks or self._mixed(known):
+        salt = self._pure(known)
+        if computed_tokens < request.num_prompt_tokens or blocks <= known.loaded_blocks or salt is None:
             return
         ids = state.resolve_block_ids(request_id)[0][:blocks]
         hashes, session = request.block_hashes[:blocks], _session(request)
         past = self._conversations.past(session, hashes)
         shares = self._share_counts(ids)
         facts = TurnFacts(session, request.num_prompt_tokens, past.reply_tokens, past.turns + 1, shares)
-        self._stores.append(Store(request_id, tuple(hashes), known.salt, tuple(ids), facts, prefill=True))
+        self._stores.append(Store(request_id, tuple(hashes), salt, tuple(ids), facts, prefill=True))
         self._owed.add(request_id)
         known.stored_blocks = blocks
 

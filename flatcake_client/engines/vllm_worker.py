@@ -8,6 +8,7 @@
 - A store reads blocks that vLLM holds until it is reported. One that is given up never becomes visible.
 - What was computed over blocks that did not come in time is never stored: prefills of the same step are given up, and whatever
   has these blocks is not stored for some steps.
+- Weights that were changed are others than the scheduler knows, until it says another name of them: till then nothing is moved.
 - On a GPU a thread begins when the device has done what was queued before its job: a fence.
 """
 
@@ -25,7 +26,7 @@ from vllm.logger import init_logger
 
 from flatcake_client import Client, Hit, Restore, Space
 from flatcake_client.background import Crew, Restores
-from flatcake_client.engines.vllm_jobs import Load, StepJobs, Store, Tally
+from flatcake_client.engines.vllm_jobs import Load, StepJobs, Store, Tally, WeightsChanged
 from flatcake_client.engines.vllm_settings import Geometry, Settings
 from flatcake_client.paged_kv import PagedKv
 
@@ -116,6 +117,8 @@ class WorkerSide:
         self._over: list[str] = []  # loads that are to be reported beside those that `_restores` tells
         self._suspect: dict[int, int] = {}
         self._step = 0
+        self._weights: bytes | None = b""  # as the scheduler called them in the last step
+        self._gone: bytes | None = None  # the name of those that were here before the last change
         self.tally = Tally()
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
@@ -149,6 +152,7 @@ class WorkerSide:
     def begin(self, jobs: StepJobs) -> None:
         """Before the step is computed: stores that go along with it."""
         self._step += 1
+        self._weights = jobs.weights
         self._prefills = [job for job in jobs.stores if job.prefill]
         self._owed.update(job.request_id for job in self._prefills)
         if self._prefills:
@@ -165,7 +169,7 @@ class WorkerSide:
             begun = False
             try:
                 fence = fence or Fence(self._device)
-                begun = bool(load.hashes) and self._begin_load(load, fence)
+                begun = bool(load.hashes) and not self._others() and self._begin_load(load, fence)
             except Exception as error:  # noqa: BLE001 - each load is reported, whatever became of the others
                 self.tally.add("errors")
                 log.warning("FlatCake could not begin a load, its blocks are computed: %r", error)
@@ -176,6 +180,17 @@ class WorkerSide:
         for job in finished:
             fence = fence or Fence(self._device)
             self._submit(job, partial(_ready_after, fence))
+
+    def weights_changed(self) -> None:
+        """They are others from now on, or about to be."""
+        self._gone = self._weights
+
+    def weights_gone(self) -> WeightsChanged | None:
+        """What the scheduler is to hear: that it still goes by weights that are not here any more."""
+        return WeightsChanged(self._gone) if self._gone is not None and self._others() else None
+
+    def _others(self) -> bool:
+        return self._weights is None or self._weights == self._gone
 
     def layer_computed(self, name: str) -> None:
         layer = self._layer_of.get(name)
@@ -333,7 +348,7 @@ class WorkerSide:
 
     def _submit(self, job: Store, ready: Callable[[int, float], bool]) -> None:
         self._suspect = {block: step for block, step in self._suspect.items() if self._step - step < SUSPECT_STEPS}
-        if self._suspect and not self._suspect.keys().isdisjoint(job.block_ids):
+        if self._others() or (self._suspect and not self._suspect.keys().isdisjoint(job.block_ids)):
             self.tally.add("stores_dropped")
             return
         closed: list[bool] = []

@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 from waiting import until
 
 from flatcake_client.engines import vllm_scheduler, vllm_settings
+from flatcake_client.engines.vllm_jobs import WeightsChanged
 from flatcake_client.engines.vllm_scheduler import SchedulerSide
 from flatcake_client.engines.vllm_settings import Geometry, Settings
 
@@ -70,6 +71,24 @@ def test_what_ran_through_a_reset_is_not_stored(side):
     request.num_preemptions += 1
     side.matched(request, 0)
     assert stored(side, request)[0].salt == side._salt(request), "computed anew"
+
+
+def test_weights_that_changed_without_a_reset_are_not_known_until_there_is_one(side):
+    changed = SimpleNamespace(
+        finished_sending=None, finished_recving=None, kv_connector_worker_meta=WeightsChanged(side._weights_salt())
+    )
+    before = running(side)
+    side.heard(changed)
+    assert not stored(side, before), "it has KV of both"
+    late = running(side)
+    assert side.matched(late, 0) == (0, False)
+    assert not stored(side, late)
+    meanwhile = running(side)
+    side.reset()
+    assert not stored(side, meanwhile), "what it had before the reset may be of either"
+    assert stored(side, running(side))
+    side.heard(changed)
+    assert stored(side, running(side)), "told of the weights before the reset: they are gone already"
 
 
 def test_what_ran_while_its_adapters_files_changed_is_not_stored(side, tmp_path):

@@ -183,6 +183,26 @@ def test_a_preemption_does_not_wait_for_stores_of_others(worker, space, monkeypa
     assert not worker._given_up
 
 
+def test_weights_that_changed_move_nothing_under_their_old_name(worker, space):
+    """Whatever the scheduler asks for, before it has heard."""
+    jobs = {
+        weights: StepJobs((load("a", (1, 2)), load("b", (3,), inside=False)), (prefill("c", (4,)), finish("d", (5,))), weights=weights)
+        for weights in (b"", None, b"reset")
+    }  # fmt: skip
+    worker.weights_changed()
+    for weights, gone in ((b"", b""), (None, b"")):
+        assert step(worker, jobs[weights]) == {1, 2, 3}
+        assert worker.weights_gone().weights == gone
+        assert worker.finished({"c", "d"}, idle=False) == ({"c", "d"}, {"b"}), "vLLM waits to hear of each"
+    assert not space.hits
+    assert not space.commits
+    space.open.set()
+    assert step(worker, jobs[b"reset"]) == set()
+    assert worker.weights_gone() is None
+    assert worker._crew.settle(5)
+    assert space.commits == 2
+
+
 def test_asleep_nothing_is_moving_and_what_moved_is_reported(worker, space, monkeypatch):
     monkeypatch.setattr(vllm_worker, "CLOSE_TIMEOUT_S", 0.05)
     worker.start(StepJobs((load("a", (1, 2), inside=False),)))
