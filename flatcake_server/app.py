@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Iterator
@@ -45,12 +44,12 @@ from flatcake_server.rpc_server import RpcServer
 from flatcake_server.rpc_views import AdminService, Views
 from flatcake_server.session import PathInUse
 from flatcake_server.sizing import SizingPolicy
+from flatcake_server.sockets import take_socket
 from flatcake_server.store import Bounds, Store
 from flatcake_server.uses import tell_uses
 from flatcake_server.views import Reports
 from flatcake_server.web import start_web, web_app
 from flatcake_transport.address import OFFSET_LIMIT, Medium
-from flatcake_transport.endpoint import is_private, socket_candidates
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.units import Listen, approximate_size, parse_listen
 
@@ -209,7 +208,7 @@ class Node:
     async def start(self) -> None:
         """Serve. Raises: Unavailable, Overloaded, Corrupt: it cannot, and what to do; everything taken is let go."""
         try:
-            _take_socket(self.config.socket)
+            take_socket(self.config.socket)
             self.build_store()
             self._build_wire()
             self.adopt()
@@ -369,35 +368,6 @@ async def _in_time(work: Awaitable[object], timeout_s: float) -> bool:
     """Whether the work ended within the time; else it goes on by itself."""
     _, hanging = await asyncio.wait({asyncio.ensure_future(work)}, timeout=timeout_s)
     return not hanging
-
-
-def _take_socket(path: Path) -> None:
-    """Have the socket's directory, and no dead socket in it. Raises: Unavailable: it cannot be had, or another daemon answers."""
-    own = (
-        path == socket_candidates(os.environ, os.getuid())[1]
-    )  # by default, maybe in /tmp, where anybody makes directories
-    try:
-        path.parent.mkdir(mode=0o700 if own else 0o777, parents=True, exist_ok=True)
-    except OSError as error:
-        raise Unavailable(f"no directory for the socket {path}: {error.strerror}: choose another --socket") from error
-    if own and not is_private(path.parent, os.getuid()):
-        raise Unavailable(
-            f"{path.parent} is another user's, or others can write to it: chmod 700 it, or choose another --socket"
-        )
-    if path.is_socket():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(1.0)
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()  # left by a daemon that was killed
-            except OSError as error:
-                raise Unavailable(f"whether a daemon is at {path} cannot be told: {error}") from error
-            else:
-                raise Unavailable(f"another daemon answers at {path}: stop it, or choose another --socket")
-    elif path.exists():
-        raise Unavailable(f"{path} is there and no socket: choose another --socket")
-    path.with_name(path.name + ".fds").unlink(missing_ok=True)
 
 
 async def run(config: NodeConfig) -> int:

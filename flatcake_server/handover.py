@@ -24,6 +24,7 @@ from flatcake_server.arena import Arena
 from flatcake_server.clients import StaleClient
 from flatcake_server.disk import Disk
 from flatcake_server.records import FileId
+from flatcake_server.sockets import owner_only
 from flatcake_server.store import Store
 from flatcake_server.tasks import end
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
@@ -63,7 +64,8 @@ class Handover:
         """Raises: Unavailable: there can be no socket at the path."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
-            listener.bind(str(self._path))
+            with owner_only():
+                listener.bind(str(self._path))
             self._path.chmod(self._mode)
         except OSError as error:
             listener.close()

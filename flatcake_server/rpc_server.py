@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc, peer_pb2, peer_pb2_grpc, store_pb2, store_pb2_grpc
 from flatcake_server.rpc import StoreService
 from flatcake_server.rpc_views import AdminService
+from flatcake_server.sockets import owner_only
 from flatcake_transport.endpoint import grpc_target
 from flatcake_transport.errors import Unavailable
 
@@ -87,7 +88,8 @@ class RpcServer:
         """
         port = 0
         unix = self._server(tcp=False)
-        _listen(socket_path, lambda: unix.add_insecure_port(grpc_target(socket_path)), "choose another --socket")
+        with owner_only():
+            _listen(socket_path, lambda: unix.add_insecure_port(grpc_target(socket_path)), "choose another --socket")
         if tcp is not None:
             server = self._server(tcp=True)
             secure = self._credentials

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 # Looking for idle sessions walks all of them: often enough to be punctual, seldom enough to cost nothing.
 TRIMS_A_PERIOD: Final = 10
 TRIM_PAUSE_S_MAX: Final = 60.0
+TURN_MAX: Final = (1 << 32) - 1  # what an engine may call a turn, and a footer has room for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -275,7 +276,7 @@ class Store:
             return begun
         session.holds += 1
         holds.append(session)
-        turn_no = request.turn or session.turns + 1
+        turn_no = request.turn or min(session.turns + 1, TURN_MAX)
         context_tokens = request.context_tokens or len(request.keys) * spec.block_tokens
         hints = Hints(turn_no, context_tokens, request.previous_reply_tokens, request.share_counts, request.copy)
         plans = plan_parts(missing, hints, self._policy)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 
 from flatcake_server.cluster.proof import TOKEN_BYTES_MIN
-from flatcake_transport.access import CALL_METADATA, Tls, call_proof, read_secret
+from flatcake_transport.access import CALL_METADATA, Tls, call_proof, read_secret, read_tls
 from flatcake_transport.errors import Unavailable
 
 _GUARDED: Final = ("/flatcake.v1.Store/", "/flatcake.v1.Admin/")
@@ -48,7 +48,7 @@ class Secrets:
 
 
 def load_secrets(token_file: str, cert_file: str, key_file: str, ca_file: str) -> Secrets:
-    """Empty names: not used. Raises: Unavailable: a file cannot be read, or others could read the token."""
+    """Empty names: not used. Raises: Unavailable: a file cannot be read or is of no use, or others could read the token."""
     token = b""
     if token_file:
         token = read_secret(token_file).strip()
@@ -57,7 +57,7 @@ def load_secrets(token_file: str, cert_file: str, key_file: str, ca_file: str) -
                 f"cluster_token_file {token_file} holds {len(token)} bytes: write at least {TOKEN_BYTES_MIN}, "
                 "e.g. with openssl rand -hex 32"
             )
-    tls = Tls(read_secret(cert_file), read_secret(key_file), read_secret(ca_file)) if cert_file else None
+    tls = read_tls(cert_file, key_file, ca_file) if cert_file else None
     for name in (token_file, key_file):
         if name and os.stat(name).st_mode & 0o077:  # noqa: PTH116
             raise Unavailable(f"{name} can be read by others than its owner: chmod 600 {name}")

@@ -8,22 +8,41 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import socket
 from collections.abc import Callable
 from importlib import resources
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from flatcake_server.metrics import CONTENT_TYPE, exposition
 from flatcake_server.stats import StoreStats
 from flatcake_transport.units import Listen
+
+log = logging.getLogger(__name__)
 
 _POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
 _HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 _STOP_TIMEOUT_S: Final = 2.0  # a browser that keeps its connection open does not hold up the end of the daemon
+
+
+class _NotHttp(logging.Filter):
+    """Of what aiohttp logs with a traceback: bytes that are no HTTP, which any port scan sends, are counted and a line for who looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.exc_info or not isinstance(record.exc_info[1], HttpProcessingError):
+            return True
+        self._count += 1
+        log.debug("a request was no HTTP, the %d. since the start", self._count)
+        return False
 
 
 def web_app(stats: Callable[[], StoreStats], healthy: Callable[[], str]) -> web.Application:
@@ -70,7 +89,12 @@ async def start_web(application: web.Application, listen: Listen) -> tuple[web.A
     Raises:
         OSError: the address is taken or not of this machine; `filename` names it.
     """
-    runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=_STOP_TIMEOUT_S)
+    logger = logging.Logger(f"{__name__}.http")  # noqa: LOG001 - of this site alone: so is its filter
+    logger.parent = log
+    logger.addFilter(_NotHttp())
+    runner = web.AppRunner(
+        application, access_log=None, handle_signals=False, shutdown_timeout=_STOP_TIMEOUT_S, logger=logger
+    )
     await runner.setup()
     try:
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET

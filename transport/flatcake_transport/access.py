@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,27 @@ def access_of(environ: Mapping[str, str]) -> Access:
     if any(names) and not all(names):
         raise Unavailable(f"TLS needs all of {', '.join(TLS_VARIABLES)}")
     token = read_secret(token_file).strip() if token_file else b""
-    return Access(token, Tls(*map(read_secret, names)) if all(names) else None)
+    return Access(token, read_tls(*names) if all(names) else None)
+
+
+def read_tls(cert: str, key: str, ca: str) -> Tls:
+    """Raises: Unavailable: a file cannot be read, or is not what it should be; gRPC would not say which, or why."""
+    tls = Tls(*map(read_secret, (cert, key, ca)))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for name, what in ((cert, "this node's certificate"), (ca, "the CA's certificate")):
+        try:
+            context.load_verify_locations(cafile=name)
+        except ssl.SSLError as error:
+            raise Unavailable(f"{name} holds no certificate in PEM: write {what} there") from error
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise Unavailable(f"{key} is not the key of {cert}: give the two that were made together") from error
+        raise Unavailable(
+            f"{key} holds no private key in PEM without a password: write the key of {cert} there"
+        ) from error
+    return tls
 
 
 def read_secret(name: str) -> bytes:

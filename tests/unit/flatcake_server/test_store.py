@@ -56,6 +56,18 @@ def test_another_space_is_a_miss(core):
         core.store.lookup(core.clients[0], SpaceSpec("no", "u8", 1, (1,)).fingerprint, keys, pin=True)
 
 
+def test_a_turn_has_the_greatest_number_there_is(core):
+    """A footer has 32 bits for it: a further turn without a number of its own goes by the same."""
+    core.put(ONE, [1], turn=(1 << 32) - 1)
+    core.put(ONE, [1, 2])
+    core.restart()
+    core.open(ONE)
+    core.open(TWO)
+    core.put(ONE, [1, 2, 3])
+    assert core.hit(ONE, [1, 2, 3])[0] == 3
+    assert {segment.turn for segment in core.store.catalog.segments} == {(1 << 32) - 1}
+
+
 def test_two_turns_of_the_same_keys_leave_one_copy(core):
     turns = [core.do(core.begin(ONE, [1, 2, 3], client=client, session=f"s{client}")) for client in (0, 1)]
     used = core.node.disks[1].used_bytes

@@ -98,3 +98,32 @@ def test_a_taken_port_names_the_option_and_the_address():
         with pytest.raises(OSError, match="Address already in use") as caught:
             served(lambda _: None, listen)
     assert caught.value.filename == f"http_listen {listen}"
+
+
+def test_what_is_no_http_is_counted_and_no_traceback(caplog):
+    caplog.set_level("DEBUG", logger="flatcake_server.web")
+
+    def scan(where):
+        for garbage in (
+            b"\x16\x03\x01\x02\x00\x01\x00\xff\r\n\r\n",
+            b"GET / HTTP/9.x\r\n\r\n",
+            b"GET / HTTP/1.1\r\n: :\r\n\r\n",
+        ):
+            with socket.create_connection((where.host, where.port), timeout=10) as scanner:
+                scanner.sendall(garbage)
+                assert b" 400 " in scanner.makefile("rb").readline()
+        return ask(where, "/healthz")[0]
+
+    assert served(scan) == 200
+    told = [record for record in caplog.records if record.name.startswith("flatcake_server.web")]
+    assert [(record.levelname, record.exc_info) for record in told] == [("DEBUG", None)] * 3
+    assert told[-1].getMessage() == "a request was no HTTP, the 3. since the start"
+    assert not [record for record in caplog.records if record.name.startswith("aiohttp")]
+
+
+def test_what_fails_in_the_site_keeps_its_traceback(caplog):
+    def broken():
+        raise RuntimeError("the test broke it")
+
+    assert served(lambda where: ask(where, "/healthz"), healthy=broken)[0] == 500
+    assert "the test broke it" in caplog.text

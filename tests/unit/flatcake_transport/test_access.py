@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
 
-from flatcake_transport.access import CALL_METADATA, Access, Tls, access_of, call_proof
+import pytest
+from certificates import certificates
+
+from flatcake_transport.access import CALL_METADATA, Access, Tls, access_of, call_proof, read_tls
 from flatcake_transport.errors import Unavailable
 
 TOKEN = b"sixteen bytes or more"
@@ -25,12 +28,37 @@ def test_the_token_is_proved_and_never_said(tmp_path):
 
 
 def test_tls_is_all_or_nothing(tmp_path):
-    names = {}
-    for name in ("CERT", "KEY", "CA"):
-        (tmp_path / name).write_text(name)
-        names[f"FLATCAKE_TLS_{name}_FILE"] = str(tmp_path / name)
-    assert access_of(names).tls == Tls(b"CERT", b"KEY", b"CA")
+    names = {f"FLATCAKE_{name.upper()}": file for name, file in certificates(tmp_path).items()}
+    files = [(tmp_path / name).read_bytes() for name in ("node.pem", "node.key", "ca.pem")]
+    assert access_of(names).tls == Tls(*files)
     with pytest.raises(Unavailable, match="needs all of"):
-        access_of({"FLATCAKE_TLS_CERT_FILE": str(tmp_path / "CERT")})
+        access_of({"FLATCAKE_TLS_CERT_FILE": str(tmp_path / "node.pem")})
     with pytest.raises(Unavailable, match="cannot be read"):
         access_of({"FLATCAKE_CLUSTER_TOKEN_FILE": str(tmp_path / "none")})
+
+
+def test_a_wrong_file_of_tls_is_named(tmp_path):
+    certificates(tmp_path)
+    node, key, ca = (str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem"))
+    other = str(tmp_path / "ca.key")
+    (tmp_path / "none.pem").write_bytes(b"not PEM")
+    text = (tmp_path / "node.pem").read_text()
+    (tmp_path / "torn.pem").write_text(text[: len(text) // 2])
+    locked = str(tmp_path / "locked.key")
+    openssl = ["openssl", "ec", "-in", key, "-aes256", "-passout", "pass:secret", "-out", locked]
+    subprocess.run(openssl, check=True, capture_output=True)
+    for name in ("none.pem", "torn.pem"):
+        wrong = str(tmp_path / name)
+        for files, what in (((wrong, key, ca), "no certificate in PEM"), ((node, key, wrong), "no certificate in PEM")):
+            with pytest.raises(Unavailable, match=f"{wrong} holds {what}: write"):
+                read_tls(*files)
+        with pytest.raises(
+            Unavailable, match=f"{wrong} holds no private key in PEM without a password: write the key of {node}"
+        ):
+            read_tls(node, wrong, ca)
+    with pytest.raises(Unavailable, match=f"{locked} holds no private key in PEM without a password"):
+        read_tls(node, locked, ca)
+    with pytest.raises(Unavailable, match=f"{other} is not the key of {node}: give the two"):
+        read_tls(node, other, ca)
+    with pytest.raises(Unavailable, match="missing cannot be read: No such file"):
+        read_tls(node, str(tmp_path / "missing"), ca)

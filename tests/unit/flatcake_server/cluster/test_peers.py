@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-from pathlib import Path
 
 import grpc
 import pytest
+from certificates import certificates
 from cluster import Wire, keys_of, remote, store
 from cluster_nodes import config_of, found, nodes, run, soon
 from redis_server import RedisServer, free_port, needs_redis
@@ -206,23 +205,6 @@ def test_a_weak_token_is_refused(tmp_path, text, mode, said):
     node = Node(config_of(tmp_path, 1, 0, [1], cluster_token_file=str(tmp_path / "token")))
     with pytest.raises(Unavailable, match=said):
         asyncio.run(node.start())
-
-
-def certificates(root: Path) -> dict[str, str]:
-    """A CA and one certificate for 127.0.0.1 that it signed, as docs/security.md makes them."""
-    script = """
-    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=ca -keyout ca.key -out ca.pem
-    openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=node -keyout node.key -out node.csr
-    printf 'subjectAltName=IP:127.0.0.1,DNS:localhost' > san
-    openssl x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile san -out node.pem
-    chmod 600 node.key
-    """
-    subprocess.run(["sh", "-ec", script], cwd=root, check=True, capture_output=True)
-    return {
-        "tls_cert_file": str(root / "node.pem"),
-        "tls_key_file": str(root / "node.key"),
-        "tls_ca_file": str(root / "ca.pem"),
-    }
 
 
 def test_tls_in_both_directions(tmp_path, monkeypatch):
