@@ -39,8 +39,8 @@ def keep_copy(space: Space, keys: KeyArray, brought: Target, first_block: int, t
             if turn.parts and turn.blocks.start < first_block:  # the engine has it where nobody told us
                 return 0
             mine = brought.slots[turn.blocks.start - first_block : turn.blocks.stop - first_block]
-            for layer, pages in enumerate(brought.pages if turn.parts else ()):
-                turn.write_layer(layer, pages, mine, deadline_s - time.monotonic())
+            for layer, span in enumerate(brought.spans if turn.parts else ()):
+                turn.write_layer(layer, span.pages, mine, deadline_s - time.monotonic())
             turn.commit(deadline_s - time.monotonic())
             return sum(part.blocks for part in turn.parts)
     except (FlatCakeError, ValueError) as error:

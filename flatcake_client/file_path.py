@@ -12,6 +12,7 @@ them are tried alone: the failure cuts at the first piece that fails again, and 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -96,7 +97,7 @@ class FilePath:
         self._gap_bytes_max, self._part_bytes = gap_bytes_max, part_bytes
         self._stream: ReadStream | None = None
         self._planned: deque[Step] = deque()
-        self._scattered: list[int] = []  # blocks of each piece of the step that is landing
+        self._scattered = (0, 0)  # of the step that is landing: whole pieces, and blocks of the next one
         self._base = 0  # layer that the stream's layer 0 is
         self._retries = 0
         self._reads = self._bytes_read = 0
@@ -186,7 +187,7 @@ class FilePath:
             stream, self._stream = self._stream, None
             stream.close()
         self._planned.clear()
-        self._scattered = []
+        self._scattered = 0, 0
 
     def _open(self, timeout_s: float, staging_timeout_s: float) -> bool:
         """Plan what is still wanted and start reading it. False: not now, or nothing is left to read."""
@@ -264,19 +265,23 @@ class FilePath:
             return
         if end == step.size_bytes:
             self._planned.popleft()
-            self._scattered = []
+            self._scattered = 0, 0
             self.layers_done = self._base + step.layers_done
 
     def _came(self, step: Step, end: int) -> list[tuple[Piece, int, int]]:
         """Blocks that are there and were not before: of which piece, from which on, how many."""
         came = []
-        self._scattered = self._scattered or [0] * len(step.pieces)
-        for n, piece in enumerate(step.pieces):
+        whole, first = self._scattered
+        for piece in itertools.islice(step.pieces, whole, None):
             landed = min(piece.blocks, max(0, end - piece.offset) // piece.plane_bytes)
-            first, upto = self._scattered[n], self._progress.wanted(piece.position, landed)
+            upto = self._progress.wanted(piece.position, landed)
             if upto > first:
                 came.append((piece, first, upto - first))
-                self._scattered[n] = upto
+            if landed < piece.blocks:  # and nothing of those behind it
+                first = max(first, landed)
+                break
+            whole, first = whole + 1, 0
+        self._scattered = whole, first
         return came
 
     def _check(self, step: Step, buffer: Any) -> None:
@@ -291,7 +296,7 @@ class FilePath:
 
     def _move(self, buffer: Any, piece: Piece, first: int, blocks: int) -> Move:
         start, size = piece.offset + first * piece.plane_bytes, piece.plane_bytes
-        target = self._target.span(self._base + piece.layer, piece.position + first, blocks, size)
+        target = self._target.span(self._base + piece.layer, piece.position + first, blocks)
         return Move(MemorySpan(buffer[start : start + blocks * size]), target)
 
     def _blame(self, error: FlatCakeError, timeout_s: float) -> None:

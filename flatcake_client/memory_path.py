@@ -158,8 +158,7 @@ class MemoryPath:
     def _move(self, job: Job, blocks: int) -> Move:
         plane = self._target.planes[job.layer]
         data = self._bytes(job.placed, plane, job.first_block, job.first_block + blocks)
-        plane_bytes = int(job.placed.layout.plane_bytes[plane])
-        return Move(MemorySpan(data), self._target.span(job.layer, job.position, blocks, plane_bytes))
+        return Move(MemorySpan(data), self._target.span(job.layer, job.position, blocks))
 
     def _land_one(self) -> None:
         job, blocks, transfer = self._flying.popleft()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -39,7 +39,7 @@ from flatcake_transport.address import Medium
 from flatcake_transport.errors import Corrupt, Unavailable
 from flatcake_transport.layout import SegmentLayout
 from flatcake_transport.mover import Mover, PagedSpan, Slots, Transfer
-from flatcake_transport.paged import check_span
+from flatcake_transport.paged import prepared
 from flatcake_transport.plan import GAP_BYTES_MAX
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import PART_BYTES, Readable, StagingPool
@@ -141,12 +141,12 @@ class Restore:
         slot_array, end_block = _checked_slots(slots, first_block, hit.blocks)
         self.first_block = first_block
         planes = range(hit.shard * spec.layers, (hit.shard + 1) * spec.layers)
-        _check_target(target, slot_array, spec)
+        spans = _target_spans(target, slot_array, spec)
         closing = self._closing = threading.Event()  # said without the lock, to who waits with it
         self._progress = Progress(spec.layers, end_block - first_block)
         # Not a method of ours: with no circle, the engine's arrays are let go with us, and need no collection.
         late = lambda: now_s() >= deadline_s  # noqa: E731
-        aim = self._aim = Target(tuple(target), slot_array, planes)
+        aim = self._aim = Target(spans, planes)
         keys = hit.keys[first_block:end_block]
         placed = place_runs(hit.runs, first_block, end_block, hit.layout_of)
         self._bytes = {medium.name.lower(): _useful_bytes(placed, spec, medium) for medium in Medium}
@@ -325,20 +325,23 @@ def _checked_slots(slots: Any, first_block: int, blocks: int) -> tuple[Slots, in
     return np.array(array[first_block:end_block], np.int64), end_block
 
 
-def _check_target(target: Sequence[Any], slots: Slots, spec: SpaceSpec) -> None:
+def _target_spans(target: Sequence[Any], slots: Slots, spec: SpaceSpec) -> list[PagedSpan]:
     if len(target) != spec.layers:
         raise ValueError(f"the target has {len(target)} arrays: expected one a layer of the shard, {spec.layers}")
     top = int(slots.max(initial=-1))
+    spans = []
     for layer, pages in enumerate(target):
         try:
             # Slots are looked at in full once; for the other layers it is enough that they have as many.
-            check_span(PagedSpan(pages, slots if layer == 0 else slots[:0], spec.plane_bytes[layer]))
+            span = prepared(PagedSpan(pages, slots if layer == 0 else slots[:0], spec.plane_bytes[layer]))
         except (ValueError, AttributeError) as error:
             raise ValueError(f"layer {layer} of the target: {error}") from error
         if top >= pages.shape[0]:
             raise ValueError(f"layer {layer} of the target has {pages.shape[0]} slots: slot {top} was asked for")
         if isinstance(pages, np.ndarray) and not pages.flags.writeable:
             raise ValueError(f"layer {layer} of the target is read-only")
+        spans.append(replace(span, slots=slots))
+    return spans
 
 
 def _verifier(source: HitSource | RemoteSource, spec: SpaceSpec, shard: int, keys: KeyArray) -> Verifier | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flatcake_client.records import Run
 from flatcake_transport.address import Medium
@@ -38,14 +37,17 @@ class PlacedRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """Where a restore puts blocks: position p of layer l goes to `pages[l][slots[p]]`. `planes[l]` is layer l's plane."""
+    """Where a restore puts blocks: position p of layer l goes to block p of `spans[l]`. `planes[l]` is layer l's plane."""
 
-    pages: Sequence[Any]
-    slots: Slots
+    spans: Sequence[PagedSpan]
     planes: range
 
-    def span(self, layer: int, position: int, blocks: int, plane_bytes: int) -> PagedSpan:
-        return PagedSpan(self.pages[layer], self.slots[position : position + blocks], plane_bytes)
+    @property
+    def slots(self) -> Slots:
+        return self.spans[0].slots
+
+    def span(self, layer: int, position: int, blocks: int) -> PagedSpan:
+        return self.spans[layer].part(position, position + blocks)
 
 
 def place_runs(

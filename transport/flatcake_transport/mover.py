@@ -67,12 +67,17 @@ class PagedSpan:
     """Some slots of one layer's paged KV: numpy or torch, host or CUDA, any strides; first axis is the slot.
 
     `pages[slots[i]]`, flattened in C order, holds block i's bytes. Slots are distinct. Integer or float pages are
-    reinterpreted as bytes, never converted.
+    reinterpreted as bytes, never converted. `rows`: what `paged.prepared` made of the pages, for this span and its parts.
     """
 
     pages: Any
     slots: Slots
     plane_bytes: int
+    rows: Any = field(default=None, repr=False, compare=False)
+
+    def part(self, first: int, end: int) -> PagedSpan:
+        """Blocks `first .. end` of it."""
+        return PagedSpan(self.pages, self.slots[first:end], self.plane_bytes, self.rows)
 
     @property
     def size_bytes(self) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -93,6 +94,15 @@ def check_span(span: PagedSpan) -> None:
             raise ValueError("a slot is named twice")
 
 
+def prepared(span: PagedSpan) -> PagedSpan:
+    """The span for many moves of its parts: checked here, once, and pages on the host seen as rows.
+
+    Raises: ValueError: see `check_span`.
+    """
+    check_span(span)
+    return span if on_device(span.pages) else replace(span, rows=byte_rows(host_array(span.pages)))
+
+
 def byte_rows(pages: NDArray[Any]) -> NDArray[Any]:
     """Pages as (slots, strided parts.., contiguous words): a view, with the widest words its strides and sizes allow."""
     size, shape, strides = pages.dtype.itemsize, list(pages.shape[1:]), list(pages.strides[1:])
@@ -111,7 +121,9 @@ def byte_rows(pages: NDArray[Any]) -> NDArray[Any]:
 
 
 def _consecutive(slots: Slots) -> bool:
-    return len(slots) > 0 and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((np.diff(slots) == 1).all())
+    if len(slots) < 3:
+        return len(slots) == 1 or (len(slots) == 2 and slots[1] - slots[0] == 1)
+    return int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((slots[1:] - slots[:-1] == 1).all())
 
 
 class HostCopy:
@@ -125,7 +137,7 @@ class HostCopy:
 
     def __init__(self, span: PagedSpan, data: Bytes) -> None:
         self._slots = span.slots
-        self._rows = byte_rows(host_array(span.pages))
+        self._rows = byte_rows(host_array(span.pages)) if span.rows is None else span.rows
         self._words = data.view(self._rows.dtype).reshape(len(span.slots), *self._rows.shape[1:])
         self._consecutive = _consecutive(span.slots)
         self._plain = self._rows.flags.c_contiguous and self._rows.flags.aligned

@@ -184,7 +184,7 @@ class Step:
     """What one window buffer brings. When it is scattered, layers `0 .. layers_done - 1` have all their bytes."""
 
     reads: tuple[StepRead, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # in the buffer's order
     checks: tuple[Check, ...]  # empty unless whole granules were asked for
     layers_done: int
 
@@ -308,9 +308,10 @@ def _step(
         for i in read.extents:
             place[i] = target + extents[i].offset - read.offset
         target += read.size_bytes
-    pieces = tuple(_piece(runs[want.run], want, offset) for want, offset in zip(wants, place, strict=True))
+    pieces = [_piece(runs[want.run], want, offset) for want, offset in zip(wants, place, strict=True)]
+    pieces.sort(key=lambda piece: piece.offset)
     checked = tuple(_check(runs[want.run], want, offset) for want, offset in zip(wants, place, strict=True) if checks)
-    return Step(tuple(reads), pieces, checked, layers_done)
+    return Step(tuple(reads), tuple(pieces), checked, layers_done)
 
 
 def _piece(run: FileRun, want: _Want, offset: int) -> Piece:

@@ -6,6 +6,7 @@ miss and never a wrong hit. LoRA, cache salt and multimodal identity come in thr
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass
@@ -91,4 +92,9 @@ class SpaceSpec:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        return Fingerprint(hashlib.sha256(b"flatcake/space/1\0" + self.to_json()).digest()[:FINGERPRINT_BYTES])
+        return _fingerprint(self)
+
+
+@functools.lru_cache(maxsize=256)  # every lookup sends it
+def _fingerprint(spec: SpaceSpec) -> Fingerprint:
+    return Fingerprint(hashlib.sha256(b"flatcake/space/1\0" + spec.to_json()).digest()[:FINGERPRINT_BYTES])

@@ -11,6 +11,7 @@ import pytest
 from flatcake_client.copying import keep_copy
 from flatcake_client.target import Target
 from flatcake_transport.errors import Overloaded, Unavailable
+from flatcake_transport.mover import PagedSpan
 
 KEYS = np.arange(8 * 16, dtype=np.uint8).reshape(8, 16)
 SLOTS = np.array([30, 31, 32, 33, 34, 35, 36, 37])
@@ -54,8 +55,12 @@ class Store:
         self.committed += 1
 
 
+def target(slots):
+    return Target([PagedSpan(pages, slots, 4) for pages in PAGES], range(2))
+
+
 def copy(store, blocks=6, first_block=0):
-    return keep_copy(store, KEYS[:blocks], Target(PAGES, SLOTS[first_block:], range(2)), first_block, 5.0)
+    return keep_copy(store, KEYS[:blocks], target(SLOTS[first_block:]), first_block, 5.0)
 
 
 def test_what_this_node_lacks_is_written_from_where_it_was_brought_to():
@@ -76,7 +81,7 @@ def test_what_the_engine_had_before_is_nowhere_we_know_of():
 
 def test_an_engine_that_wanted_less_than_the_prefix_copies_nothing():
     store = Store(range(6))
-    assert keep_copy(store, KEYS, Target(PAGES, SLOTS[:6], range(2)), 0, 5.0) == 0
+    assert keep_copy(store, KEYS, target(SLOTS[:6]), 0, 5.0) == 0
     assert not store.committed
     assert not store.aborted
 

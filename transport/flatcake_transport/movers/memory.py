@@ -220,26 +220,31 @@ def _gather_checked(copy: HostCopy, data: Bytes, checks: Checks, plane_bytes: in
 
 
 def _check(move: Move) -> None:
-    spans = (move.source, move.target)
+    source, target = move.source, move.target
     if move.checks is not None:
         _check_checks(move, move.checks)
-    if not all(isinstance(span, (MemorySpan, PagedSpan)) for span in spans) or all(
-        isinstance(span, PagedSpan) for span in spans
-    ):
-        kinds = f"{type(move.source).__name__} to {type(move.target).__name__}"
-        raise ValueError(f"memory moves between memory spans, or a memory span and paged slots, not {kinds}")
-    for span in spans:
-        if isinstance(span, PagedSpan):
-            check_span(span)
-            if not on_device(span.pages):
-                host_array(span.pages)
-        elif isinstance(span, MemorySpan) and not on_device(span.data):
-            contiguous_bytes(span.data)
-    if move.source.size_bytes != move.target.size_bytes:
-        raise ValueError(f"{move.source.size_bytes} bytes to {move.target.size_bytes} bytes")
-    target = move.target.pages if isinstance(move.target, PagedSpan) else move.target.data  # type: ignore[union-attr]
-    if isinstance(target, np.ndarray) and not target.flags.writeable:
+    paged = target if isinstance(target, PagedSpan) else source
+    flat = source if isinstance(target, PagedSpan) else target
+    if not isinstance(flat, MemorySpan) or not isinstance(paged, (MemorySpan, PagedSpan)):
+        kinds = f"{type(source).__name__} to {type(target).__name__}"
+        raise ValueError(f"memory moves between memory spans, or a memory span and paged slots, not {kinds}")  # noqa: TRY004 - as all that a move can have wrong
+    if isinstance(paged, MemorySpan):
+        _check_bytes(paged)
+    elif paged.rows is None:
+        check_span(paged)
+        if not on_device(paged.pages):
+            host_array(paged.pages)
+    _check_bytes(flat)
+    if source.size_bytes != target.size_bytes:
+        raise ValueError(f"{source.size_bytes} bytes to {target.size_bytes} bytes")
+    written = target.pages if isinstance(target, PagedSpan) else flat.data
+    if isinstance(written, np.ndarray) and not written.flags.writeable:
         raise ValueError("the target of a move must be writable")
+
+
+def _check_bytes(span: MemorySpan) -> None:
+    if not on_device(span.data):
+        contiguous_bytes(span.data)
 
 
 def _check_checks(move: Move, checks: Checks) -> None:
