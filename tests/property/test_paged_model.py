@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatcake_transport.mover import PagedSpan
-from flatcake_transport.paged import gather, gather_tensor, scatter, scatter_tensor
+from flatcake_transport.paged import gather, gather_tensor, prepared, scatter, scatter_tensor
 
 torch = pytest.importorskip("torch", reason="paged tensors were not tested")
 
@@ -58,7 +58,9 @@ def test_numpy_against_the_naive_rule(layout, kind, data: st.DataObject) -> None
         block = block_bytes[i * plane_bytes : (i + 1) * plane_bytes]
         expected[slot] = block.copy().view(kind).reshape(shape[1:])
     span = PagedSpan(pages, slots, plane_bytes)
-    scatter(block_bytes, span)
+    cut = data.draw(st.integers(0, len(slots)))
+    for first, end in ((0, cut), (cut, len(slots))):
+        scatter(block_bytes[first * plane_bytes : end * plane_bytes], prepared(span).part(first, end))
     assert memory.tobytes() == expected_memory.tobytes(), "the named slots and nothing else"
     out = np.zeros(len(block_bytes) + skew, np.uint8)[skew:]
     gather(span, out)

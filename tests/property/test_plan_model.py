@@ -141,6 +141,7 @@ def test_restore_brings_every_block_once(
             assert len(source) == read.size_bytes, "a read past the end of the segment"
             buffer[read.target : at] = source
         assert step.size_bytes == at <= buffer_bytes
+        assert sorted(piece.offset for piece in step.pieces) == [piece.offset for piece in step.pieces]
         for piece in step.pieces:
             run = runs[piece.run]
             for i in range(piece.blocks):
