@@ -110,7 +110,7 @@ class FlatCakeStorage(HiCacheStorage):  # type: ignore[misc]
             weights_name=self._weights_name,
             weights=self._served.weights,
             layout=" ".join((
-                LAYOUT, name, pool.layout, getattr(pool, "storage_format_tag", None) or "",
+                LAYOUT, name, pool.layout, getattr(pool, "storage_format_tag", None) or "", _device_layout(pool),
                 f"pp {config.pp_rank}/{config.pp_size} cp {config.attn_cp_rank}/{config.attn_cp_size}",
             )),
             shards=shards,
@@ -307,6 +307,12 @@ def dtype_of(stored: Any, kv_cache_dtype: str) -> str:
     """Pools keep every fp8 format as bytes: what these mean only SGLang's own setting tells."""
     name = str(stored).removeprefix("torch.")
     return name if kv_cache_dtype == "auto" else f"{name}/{kv_cache_dtype}"
+
+
+def _device_layout(pool: Any) -> str:
+    """How numbers lie in a page on the device, where that may differ (`SGLANG_USE_HND_KVCACHE`): a host pool has them as they come."""
+    of_buffers = [getattr(info.buffers, "layout", None) for info in getattr(pool, "_buffer_infos", ())]
+    return "+".join(sorted({layout.value for layout in of_buffers if layout is not None}))
 
 
 def _kv_cache_dtype() -> str:

@@ -147,7 +147,10 @@ class FlatCakeLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 f"cp {params.attn_cp_rank}/{params.attn_cp_size}",
             )  # fmt: skip
 
-        self._pools = {name: DevicePool(entry, partial(open_store, str(name))) for name, entry in self.pools.items()}
+        self._pools = {
+            name: DevicePool(entry, partial(open_store, f"{name} {getattr(entry.device_pool, 'kv_cache_layout', '')}"))
+            for name, entry in self.pools.items()
+        }
         self._device = next(iter(self.pools.values())).kv_buffer[0].device
         self.layer_done_counter = LayerWiseLoadCounter(self.pool_group.num_layers)
         if PoolName.MAMBA in self.pools:

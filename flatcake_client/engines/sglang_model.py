@@ -41,12 +41,16 @@ log = logging.getLogger(__name__)
 
 # What changes KV of equal shapes, besides the model's own configuration.
 SETTINGS: Final = (
-    "dtype", "quantization", "quantization_param_path", "modelopt_quant", "quantize_and_serve",
-    "model_impl", "kv_cache_dtype", "speculative_draft_model_path",
+    "dtype", "quantization", "modelopt_quant", "quantize_and_serve", "model_impl", "kv_cache_dtype", "mm_process_config",
 )  # fmt: skip
+FILES: Final = (
+    "quantization_param_path",
+    "rl_quant_profile",
+    "speculative_draft_model_path",
+)  # what lies there, not where
 ASKED: Final = (
     "model_path", "revision", "load_format", "json_model_override_args", "context_length", "enable_lora", "lora_paths",
-    *SETTINGS,
+    *SETTINGS, *FILES,
 )  # fmt: skip
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 RESET: Final = "sglang.srt.managers.cache_controller.HiCacheController.reset"
@@ -94,6 +98,7 @@ def served() -> Served:
         )
     more = {name: str(settings.get(name)) for name in SETTINGS} | {"sglang": __version__}
     more |= _adapters(settings.get("lora_paths") if settings.get("enable_lora") else ())
+    more |= {name: _on_disk(str(settings[name]), "", None) for name in FILES if settings.get(name)}
     digest = config_digest(config, context_tokens=settings.get("context_length"), **more)
     started = _on_disk(path, str(settings.get("load_format")), settings.get("revision"))
     weights = Weights(started, engine_id, FLUSH)

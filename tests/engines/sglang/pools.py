@@ -14,11 +14,11 @@ MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
-def mha_pool(layout, layers, page, dtype, pages):
+def mha_pool(layout, layers, page, dtype, pages, on_device=KVBufferLayout.NHD):
     device = tuple(torch.zeros(page, HEADS, DIM, dtype=dtype) for _ in range(layers))
     pointers = torch.tensor([buffer.data_ptr() for buffer in device], dtype=torch.uint64)
     info = MHABufferInfo(
-        buffers=KVBuffers(k=device, v=device, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD),
+        buffers=KVBuffers(k=device, v=device, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=on_device),
         page_size=page, head_num=HEADS, head_dim=DIM, v_head_dim=DIM, dtype=dtype, device=torch.device("cpu"),
     )  # fmt: skip
     with host_memory_budget_scope(1 << 30):

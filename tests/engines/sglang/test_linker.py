@@ -187,6 +187,10 @@ def test_pages_that_do_not_lie_on_their_borders_are_refused(engine):
     assert not linker.pop_completed_offload()
 
 
+def test_how_pages_lie_on_the_device_is_in_the_space(engine):
+    assert " kv nhd " in engine.harness.linker._pools[PoolName.KV].store.space.spec.layout
+
+
 def test_settings_that_make_no_sense_end_the_start(daemon):
     with pytest.raises(ValueError, match="no setting endpont"):
         FlatCakeLinker(SimpleNamespace(), SimpleNamespace(), components=set(), extra_config={"endpont": "x"})

@@ -123,11 +123,27 @@ def test_what_changes_kv_of_equal_shapes_is_another_space(settings, folder):
         {"dtype": "bfloat16", "load_format": "dummy"},
         {"load_format": "auto", "json_model_override_args": '{"rope_scaling": {"rope_type": "longrope"}}'},
         {"context_length": 8192},
+        {"mm_process_config": {"image": {"max_pixels": 1048576}}},
     ):
         spaces.add(space_of(settings, **changed))
     (folder / "model.safetensors").write_bytes(b"other")
     spaces.add(space_of(settings, json_model_override_args="{}", context_length=None))
-    assert len(spaces) == 8
+    assert len(spaces) == 9
+
+
+def test_files_that_settings_name_are_what_they_hold(settings, folder):
+    """Scales of fp8 KV, a profile of quantization, a model that drafts."""
+    other, spaces = folder / "other", set()
+    other.mkdir()
+    for name in sglang_model.FILES:
+        for path in (folder / "scales.json", other / "scales.json"):
+            path.write_text("1")
+        spaces.add(first := space_of(settings, **{name: str(folder / "scales.json")}))
+        assert space_of(settings, **{name: str(other / "scales.json")}) == first
+        (other / "scales.json").write_text("2")
+        spaces.add(space_of(settings, **{name: str(other / "scales.json")}))
+        spaces.add(space_of(settings, **{name: None}))
+    assert len(spaces) == 2 * len(sglang_model.FILES) + 1
 
 
 def test_all_that_the_name_is_made_of_is_a_setting_of_this_sglang():

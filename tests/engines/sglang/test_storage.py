@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from threading import Thread
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from conformance.connectors import Engine, Shape, kv_of
 from engines.sglang.harness import StorageHarness, config_of
 from engines.sglang.pools import MHA_LAYOUTS, MLA_LAYOUTS, get, mha_pool, mla_pool, put
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
     HiCacheStorageFailureInjector,
@@ -164,6 +166,15 @@ def test_fp8_formats_are_other_spaces_though_pools_keep_both_as_bytes(engine_of,
         )
         names.append(engine_of().harness.storage._stores["kv"].space.spec.fingerprint)
     assert len(set(names)) == 3
+
+
+def test_how_pages_lie_on_the_device_is_in_the_space(engine_of):
+    """A host pool is given them as they are."""
+    names = [
+        engine_of(pool=partial(mha_pool, on_device=layout)).harness.storage._stores["kv"].space.spec.fingerprint
+        for layout in (KVBufferLayout.NHD, KVBufferLayout.HND, KVBufferLayout.NHD)
+    ]
+    assert names[0] == names[2] != names[1]
 
 
 def test_borders_are_looked_for_no_longer_than_a_second(monkeypatch):
