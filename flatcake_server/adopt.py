@@ -112,6 +112,7 @@ def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: 
             disk.journal.drop(session_no, [], [])
     _cut(disk, plan, on_disk)
     _take_range(plan, ssd_range)
+    disk.lost = [(file.base, file.size_bytes) for files in plan.files.values() for file in files]  # should it fail now
     changed = [file for files in plan.files.values() for file in files if file != image.files[file.file_id]]
     if changed:
         disk.journal.put_file(*changed)
@@ -122,6 +123,7 @@ def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: 
     sessions = [_session(record, plan, image, disk.pool, node_id) for record in plan.sessions]
     disk.files_bytes = sum(session.file_bytes for session in sessions)
     disk.files_count = sum(len(session.files) for session in sessions)
+    disk.lost = []
     return sessions
 
 

@@ -239,7 +239,7 @@ class Catalog:
         return session.gone or session.pool in self._lost_pools
 
     def unload(self, pool: int) -> Iterator[tuple[SegmentRecord, ...]]:
-        """`unpublish` and `forget` all that is lost with a pool; what each step unpublished. Others may change all between steps."""
+        """`unpublish` all that is lost with a pool; what each step did. Others may change anything between steps."""
         # From the end: the table is an array, and what stands behind moves up. What is in memory comes last.
         left = list(self.segments)
         while left:
@@ -248,10 +248,9 @@ class Catalog:
             lost = tuple(segment for segment in here if self.sessions[segment.session_no].pool == pool)
             self.unpublish(*lost)
             yield lost
-        for session in list(self.sessions.values()):
-            if session.pool == pool and not session.gone:
-                self.forget(session)
-            yield ()
+
+    def emptied(self, pool: int) -> None:
+        """Nothing of a lost pool is here any more."""
         self._lost_pools.discard(pool)
 
     def count_tail(self, session: Session) -> None:

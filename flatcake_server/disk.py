@@ -6,7 +6,7 @@ when the path fails, its sessions are gone from the index and the node goes on w
 Accounting, all on the event loop, in extents of the SSD address range: those of sessions' files (`files_bytes`), those being
 made (`creating`) and those no longer visible whose bytes are still on the disk (`releasing`). An extent is counted before
 its file is made and until after it is gone, so all together never exceed the quota. A file that cannot be deleted stays
-in `condemned`, counted as releasing, and is tried again.
+in `condemned`, counted as releasing, and is tried again. Extents of a path that failed are `lost`: nobody has them, or gets them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Disk:
         self.creating: dict[int, int] = {}  # base -> bytes
         self.releasing: dict[int, int] = {}
         self.condemned: list[SessionFile] = []
+        self.lost: list[tuple[int, int]] = []
         self.room = asyncio.Lock()  # one reclaim at a time
         self._queue_max = queue_max
         self._queued = 0

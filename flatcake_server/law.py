@@ -184,7 +184,9 @@ class _Look:
             memory=self._memory.extents(),
             memory_others=[(part.address.offset, align_up(part.total_bytes)) for part in parts] + limbo,
             ssd=self._ssd_range.extents(),
-            ssd_others=[extent for disk in disks for extent in (*disk.creating.items(), *disk.releasing.items())],
+            ssd_others=[
+                extent for disk in disks for extent in (*disk.creating.items(), *disk.releasing.items(), *disk.lost)
+            ],
             files_bytes={disk.pool: disk.files_bytes for disk in disks if not disk.failure},
             tails_bytes={disk.pool: catalog.order.bytes_of(tails_of(disk.pool)) for disk in disks},
         )
@@ -214,9 +216,7 @@ class _Look:
                 self.findings.append(f"{path}: files have {files[pool]} bytes, {counted} counted")
             if tails[pool] != ends.tails_bytes[pool]:
                 self.findings.append(f"{path}: {tails[pool]} bytes to trim, {ends.tails_bytes[pool]} counted")
-        if len(ends.files_bytes) == len(self._store.disks):
-            # Bytes of a path that failed are out of reach, and its range stays taken until the next start.
-            self.findings += ssd.differences("SSD range", ends.ssd)
+        self.findings += ssd.differences("SSD range", ends.ssd)
 
 
 class _Owned:

@@ -239,6 +239,9 @@ class Reserver:
             if isinstance(error, Unavailable):
                 self._retirement.fail_disk(disk, str(error))
             raise
+        if disk.failure:  # meanwhile; the next start deletes it
+            self._ssd_range.free(base, disk.creating.pop(base))
+            raise Unavailable(f"SSD path {disk.path} went out of service: {disk.failure}")
         disk.files_bytes += disk.creating.pop(base)
         disk.files_count += 1
         return file

@@ -50,7 +50,7 @@ class Retirement:
         self._disks = disks
         self._watermarks = watermarks
         self._memory_room = asyncio.Lock()
-        self._trimming = False
+        self._trimming: set[int] = set()
         self._memory_futile = False  # nothing could go: not looked for again before the next tick
         self._background: set[asyncio.Task[None]] = set()
         self.unloading: set[asyncio.Task[None]] = (
@@ -299,6 +299,8 @@ class Retirement:
 
     def _untrimmed(self, disk: Disk, session: Session, file: SessionFile, tail_bytes: int, error: Unavailable) -> None:
         """A file is as long as it was, and stays so: the next start cuts it to what is committed."""
+        if session.gone and file.base not in disk.releasing:  # lost with its path
+            return
         log.warning("session file %x on %s cannot be trimmed: %s", file.file_id, disk.path, error)
         self.counts["untrimmed"] += 1
         file.uncut = True
@@ -380,6 +382,12 @@ class Retirement:
                 if segment.address.medium is Medium.MEMORY:
                     self._free_memory(segment)
             await pace.rest()
+        for session in list(self._catalog.sessions.values()):
+            if session.pool == disk.pool and not session.gone:
+                disk.lost += [(file.base, file.size_bytes) for file in session.files]
+                self._catalog.forget(session)
+            await pace.rest()
+        self._catalog.emptied(disk.pool)
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -397,17 +405,19 @@ class Retirement:
                 await self._delete(disk, again)
 
     async def trim_idle(self, idle_since_s: float) -> None:
-        """Trim the files of sessions not used since a moment. One such walk at a time: a disk may hang in it."""
-        if self._trimming:
-            return
-        self._trimming = True
-        try:
-            for disk in self._disks.values():
-                await self._trim_all(disk, idle_since_s)
-        finally:
-            self._trimming = False
+        """Trim the files of sessions not used since a moment. One such walk of a path at a time: it may hang in it."""
+        await asyncio.gather(
+            *(self._trim_all(disk, idle_since_s) for disk in self._disks.values() if disk.pool not in self._trimming)
+        )
 
     async def _trim_all(self, disk: Disk, idle_since_s: float) -> None:
+        self._trimming.add(disk.pool)
+        try:
+            await self._trim_idle(disk, idle_since_s)
+        finally:
+            self._trimming.discard(disk.pool)
+
+    async def _trim_idle(self, disk: Disk, idle_since_s: float) -> None:
         idle = []
         for session_no in self._catalog.order.by_use(tails_of(disk.pool)):
             session = self._catalog.sessions[SessionNo(session_no)]

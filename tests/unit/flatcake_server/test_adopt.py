@@ -10,6 +10,7 @@ from core import BOOT_ID, Core
 from faults import files_of
 
 from flatcake_server.adopt import Taken, adopt, plan_adoption
+from flatcake_server.journal import Journal
 from flatcake_server.journal_records import read_image
 from flatcake_server.session import SessionFiles
 from flatcake_transport.errors import Corrupt, Unavailable
@@ -215,6 +216,24 @@ def test_tails_that_cannot_be_cut_stay_counted(core, monkeypatch):
         core.restart()
     core.check(data=False)
     assert restarted(core) == (5, 1)
+
+
+def test_a_path_that_fails_half_way_into_the_start_keeps_its_range(tmp_path, monkeypatch):
+    core = Core(tmp_path, paths=2)
+    core.open(ONE)
+    core.put(ONE, [1], session="a")
+    core.put(ONE, [2], session="b")
+
+    def fails(self, *files):
+        raise Unavailable("the test broke it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "put_file", fails)
+        core.restart()
+    assert all(disk.failure for disk in core.node.disks.values())
+    assert core.node.ssd_range.used_bytes
+    core.check()
+    core.close()
 
 
 def test_the_plan_of_nothing():

@@ -316,6 +316,47 @@ def test_what_a_path_lost_is_stored_again_before_it_is_emptied(tmp_path, monkeyp
     core.close()
 
 
+@pytest.mark.parametrize("work", ["make_file", "cut_files"])
+def test_a_path_is_lost_while_a_file_of_it_is_made_or_cut(core, work):
+    """Every byte of the address range has one owner all the same, until the next start."""
+    core.put(ONE, [1] * 20)
+    disk = core.node.disks[1]
+    real = disk.run
+
+    async def run(asked, *arguments):
+        result = await real(asked, *arguments)
+        if asked == getattr(disk, work):
+            await core.lose(1)
+            await asyncio.gather(*core.node.retirement.unloading)
+        return result
+
+    disk.run = run
+    core.now_s += 700
+    if work == "make_file":
+        with pytest.raises(Unavailable, match="out of service"):
+            core.put(ONE, [2], session="new")
+    else:
+        core.do(core.store.tick(600.0))
+    assert disk.failure
+    assert not core.store.catalog.sessions
+    core.check()
+
+
+def test_a_trim_fails_when_its_path_is_lost_already(core):
+    core.put(ONE, [1] * 20)
+    disk = core.node.disks[1]
+
+    async def run(*_):
+        await core.lose(1)
+        await asyncio.gather(*core.node.retirement.unloading)
+        raise Unavailable("EIO")
+
+    disk.run = run
+    core.now_s += 700
+    core.do(core.store.tick(600.0))
+    core.check()
+
+
 def test_a_commit_whose_path_is_lost_before_it_is_visible_is_none(core):
     disk = core.node.disks[1]
     real = disk.run

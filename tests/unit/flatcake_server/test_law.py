@@ -327,3 +327,5 @@ def test_a_dead_path_is_passed_over(core):
     with pytest.raises(Unavailable):
         core.do(core.node.disks[1].run(list))
     assert core.do(check_files(core.store)) == data(core) == state(core) == []
+    core.node.ssd_range.allocate(4096)
+    assert any("taken, but not as they are owned" in finding for finding in state(core)), "of nobody's path"

@@ -7,7 +7,9 @@ import asyncio
 import pytest
 from core import Core, Yield
 
+from flatcake_server.journal_records import SESSIONS
 from flatcake_server.uses import TELL_S, tell_uses
+from flatcake_transport.errors import Unavailable
 from flatcake_transport.space import SpaceSpec
 
 ONE = SpaceSpec("one", "u8", 16, (4096,))
@@ -39,6 +41,39 @@ def test_what_is_read_often_is_not_the_first_to_go_after_a_restart(core):
     assert not core.store.catalog.used
     core.restart()
     assert order(core) == ["written", "forgotten", "read"]
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+def test_a_path_that_hangs_or_fails_keeps_nothing_from_the_other(core, how):
+    """Also from its tails, which are given back in the same walk of the clock."""
+    go = asyncio.Event()
+    sessions = {s.name: s for s in core.store.catalog.sessions.values()}
+    away = sessions["read"].pool
+    (well,) = [disk for pool, disk in core.store.disks.items() if pool != away]
+
+    async def run(*_):
+        await go.wait()
+        raise Unavailable("EIO")
+
+    core.store.disks[away].run = run
+    if how == "fails":
+        go.set()
+    core.now_s += TELL_S
+    for number in range(3):
+        core.hit(ONE, [number, 1, 2])
+    core.now_s += 1000.0
+    records, before = core.records(well.pool).records, dict(core.records(well.pool).records)
+
+    async def story() -> None:
+        ticks = [asyncio.ensure_future(core.store.tick(600.0)) for _ in range(2)]
+        for _ in range(100):
+            await Yield()
+        assert any(key.startswith(SESSIONS) for key in records if records[key] != before.get(key))
+        assert not any(s.tail_bytes for s in sessions.values() if s.pool == well.pool)
+        go.set()
+        await asyncio.gather(*ticks, return_exceptions=True)
+
+    core.do(story())
 
 
 def test_it_is_told_once_in_so_long(core):
