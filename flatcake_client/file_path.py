@@ -23,7 +23,7 @@ from flatcake_client.lease import Lease
 from flatcake_client.progress import DEADLINE, Progress
 from flatcake_client.target import PlacedRun, Target
 from flatcake_client.verify import Verifier
-from flatcake_transport.errors import Corrupt, FlatCakeError, Overloaded, Unavailable
+from flatcake_transport.errors import Corrupt, FlatCakeError, Hangs, Overloaded, Unavailable
 from flatcake_transport.layout import ALIGN_BYTES, align_up
 from flatcake_transport.mover import MemorySpan, Move, Mover, MoverStats, Region, Transfer
 from flatcake_transport.plan import FileRun, Piece, Step, one_by_one, plan_restore
@@ -31,6 +31,7 @@ from flatcake_transport.window import Readable, ReadStream, StagingPool, Window,
 
 ENDING_BYTES: Final = 8 << 20  # some 3 ms of reading: what another restore takes from its beginning to its first read
 FILES_TIMEOUT_S: Final = 5.0  # a daemon that hands nothing over in this is a miss, and holds up no close for longer
+HUNG_S: Final = 2.0  # a wait for one read after which another restore may begin beside it
 LOOK_S: Final = 0.1  # how long one waits for a read before it looks whether that is still wanted
 RETRIES_MAX: Final = 2  # of reads that fail together and succeed one by one
 
@@ -101,6 +102,8 @@ class FilePath:
         self._base = 0  # layer that the stream's layer 0 is
         self._retries = 0
         self._reads = self._bytes_read = 0
+        self._stalled_s = 0.0  # of waiting, since something landed
+        self.hung = False  # something was waited for, for long, at some time
         self.layers_done = 0 if runs else progress.layers
 
     @property
@@ -127,6 +130,9 @@ class FilePath:
         assert self._stream is not None
         try:
             landed = self._awaited(self._stream.advance, timeout_s)
+        except Hangs as error:
+            self._blame(Unavailable(str(error)), timeout_s)
+            return
         except TimeoutError:
             return
         except Unavailable as error:
@@ -210,7 +216,7 @@ class FilePath:
             return False
         in_time = self._verifier is None or self._learn(self._verifier, window, timeout_s)
         if not in_time or not self._drop_cut():
-            window.close(self.moving())
+            window.close()
             return False
         try:
             self._stream = self._streaming(window)
@@ -317,27 +323,24 @@ class FilePath:
     def _failing(self, step: Step, window: Window, timeout_s: float) -> list[int]:
         """Positions of the pieces that cannot be read, each tried alone: a read may span segments, and fail for one."""
         buffer, positions = window.buffers[0], []
-        try:
-            for read in step.reads:
-                if self._readable(read.file, read.offset, buffer[: read.size_bytes], timeout_s):
-                    continue
-                for piece in step.pieces:
-                    if read.target <= piece.offset < read.target + read.size_bytes:
-                        start = piece.offset // ALIGN_BYTES * ALIGN_BYTES
-                        size = align_up(piece.offset + piece.size_bytes) - start
-                        if not self._readable(read.file, read.offset + start - read.target, buffer[:size], timeout_s):
-                            positions.append(piece.position)
-        except TimeoutError:
-            window.close(self.moving())
-            raise
-        return positions
 
-    def _readable(self, file_id: int, offset: int, buffer: Any, timeout_s: float) -> bool:
-        try:
-            self._read(file_id, offset, buffer, timeout_s)
-        except Unavailable:
-            return False
-        return True
+        def readable(file_id: int, offset: int, size_bytes: int) -> bool:
+            try:
+                self._read(file_id, offset, buffer[:size_bytes], window, timeout_s)
+            except Unavailable:
+                return False
+            return True
+
+        for read in step.reads:
+            if readable(read.file, read.offset, read.size_bytes):
+                continue
+            for piece in step.pieces:
+                if read.target <= piece.offset < read.target + read.size_bytes:
+                    start = piece.offset // ALIGN_BYTES * ALIGN_BYTES
+                    size = align_up(piece.offset + piece.size_bytes) - start
+                    if not readable(read.file, read.offset + start - read.target, size):
+                        positions.append(piece.position)
+        return positions
 
     def _learn(self, verifier: Verifier, window: Window, timeout_s: float) -> bool:
         """Read the footers of the runs. False: not in time."""
@@ -348,7 +351,7 @@ class FilePath:
                     verifier.learn(placed)
                     continue
                 buffer = window.buffers[0][:size] if size <= window.buffer_bytes else aligned_buffer(size)
-                self._read(placed.run.file_id, offset, buffer, timeout_s)
+                self._read(placed.run.file_id, offset, buffer, window, timeout_s)
                 verifier.learn(placed, buffer)
             except (Unavailable, Corrupt) as error:
                 self._progress.cut(placed.position, error)
@@ -363,19 +366,34 @@ class FilePath:
             self.layers_done = self._progress.layers
         return bool(self._runs)
 
-    def _read(self, file_id: int, offset: int, buffer: Any, timeout_s: float) -> None:
-        """One read, now. Raises: Unavailable, TimeoutError."""
+    def _read(self, file_id: int, offset: int, buffer: Any, window: Window, timeout_s: float) -> None:
+        """One read, now. Raises: Unavailable. TimeoutError: it goes on, and the window is closed when it rests."""
         source = self._files[file_id].span(offset, len(buffer))
         self._reads, self._bytes_read = self._reads + 1, self._bytes_read + len(buffer)
-        self._awaited(self._mover.submit([Move(source, MemorySpan(buffer))]).wait, timeout_s)
+        transfer = self._mover.submit([Move(source, MemorySpan(buffer))])
+        try:
+            self._awaited(transfer.wait, timeout_s)
+        except TimeoutError:
+            window.close([transfer])
+            raise
 
     def _awaited(self, wait: Callable[[float], T], timeout_s: float) -> T:
-        """Wait for a read while its bytes are wanted. Raises: TimeoutError: not in time, closed, or the lease has ended."""
+        """Wait for a read while its bytes are wanted.
+
+        Raises: TimeoutError: not in time, closed, or the lease has ended; and once, when it has `hung`.
+        """
         ends_s = time.monotonic() + timeout_s
         while True:
             left_s = ends_s - time.monotonic()
+            look_s = min(LOOK_S, max(0.0, left_s))
             try:
-                return wait(min(LOOK_S, max(0.0, left_s)))
-            except TimeoutError:
-                if left_s <= LOOK_S or self._closing.is_set() or not self._lease.alive():
+                landed = wait(look_s)
+            except TimeoutError as error:
+                self._stalled_s += look_s
+                hung, self.hung = self.hung, self.hung or self._stalled_s >= HUNG_S
+                gone = self._closing.is_set() or not self._lease.alive()
+                if left_s <= LOOK_S or gone or hung != self.hung or isinstance(error, Hangs):
                     raise
+            else:
+                self._stalled_s = 0.0
+                return landed

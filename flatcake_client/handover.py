@@ -42,7 +42,7 @@ from flatcake_transport.handoff import (
     encode_request,
 )
 from flatcake_transport.mover import Transfer
-from flatcake_transport.window import OpenFile
+from flatcake_transport.window import OpenFile, device_number
 
 _INT_BYTES: Final = array.array("i").itemsize
 
@@ -135,7 +135,7 @@ class Handover:
                 request = Request(verb, subject_id, len(found.files))
                 reply, fds = self._ask(request, deadline_s - time.monotonic())
             for file_id, direct, fd in zip(reply.file_ids, reply.direct, fds, strict=True):
-                found.files[file_id] = OpenFile(fd, direct)
+                found.files[file_id] = OpenFile(fd, direct, device_number(fd))
             more = reply.more and bool(fds)
         return found
 

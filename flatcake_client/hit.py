@@ -114,8 +114,8 @@ class Hit:
             slots: `slots[i]` is where block i of the hit goes. Fewer than the hit's blocks: only those are brought.
             first_block: blocks before it are in place already and are not touched.
             timeout_s: from now to the end of the restore; past it the usable prefix is what is in place.
-            ending: called once, by who waits, when so little is left to read that the next restore had better begin
-                (`Scheduler.ending`). Not when it fails or is closed before. It must not block or raise.
+            ending: called once, by who waits, when the next restore had better begin (`Scheduler.ending`): so little is left to
+                read, or a read hangs. Not when it fails or is closed before. It must not block or raise.
 
         Raises:
             ValueError: shapes do not fit, a slot is named twice or does not exist, or the hit was not pinned.

@@ -277,7 +277,10 @@ class Restore:
             self._finish()
 
     def _say_ending(self) -> None:
-        if self._ending is not None and self._files.ending and all(path.ending for path in self._remote):
+        paths = (self._files, *self._remote)
+        if self._ending is None:
+            return
+        if all(path.ending for path in paths) or any(path.hung for path in paths):
             say, self._ending = self._ending, None
             say()
 

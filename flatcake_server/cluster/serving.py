@@ -32,11 +32,11 @@ from flatcake_server.records import FileId
 from flatcake_server.store import Store
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.layout import ALIGN_BYTES
-from flatcake_transport.mover import FileSpan
 from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.movers.ucx_files import FileServing, Staged
 from flatcake_transport.remote import RemoteMemory
 from flatcake_transport.served import RANGES_MAX, STAGED_BYTES_MAX, FileRange
+from flatcake_transport.window import OpenFile, device_number
 
 log = logging.getLogger(__name__)
 
@@ -149,10 +149,8 @@ class FileServer:
         except BaseException:
             _close(fds)
             raise
-        spans = [
-            FileSpan(fds[each.file_id], each.offset, each.size_bytes, disks[each.file_id].files.direct)
-            for each in ranges
-        ]
+        files = {file_id: OpenFile(fd, disks[file_id].files.direct, device_number(fd)) for file_id, fd in fds.items()}
+        spans = [files[each.file_id].span(each.offset, each.size_bytes) for each in ranges]
         return self._serving.stage(spans, max(0.0, deadline_s - self._now_s()), partial(_close, fds))
 
     def unstage(self, peer_id: int, staged_ids: Sequence[int]) -> None:

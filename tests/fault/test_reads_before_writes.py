@@ -148,10 +148,10 @@ def test_writes_are_passed_by_reads_and_still_come_to_their_end(story, disk) -> 
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    line = writing.files._line._line.waiting
+    lines = writing.files._lines._lines
     while not done.is_set():
         # A command goes while a read waits for its turn: the disk is never idle for want of one.
-        until(lambda: done.is_set() or (disk.waiting and line._reads))
+        until(lambda: done.is_set() or (disk.waiting and lines.waiting()))
         disk.let()
         until(lambda: done.is_set() or not disk.lets._value)
     thread.join(30)
@@ -171,7 +171,7 @@ def test_a_read_passes_a_write_that_waits_for_its_share_of_the_disk(tmp_path, di
             span = FileSpan(file.fileno(), number * COMMAND, COMMAND)
             memory = MemorySpan(np.zeros(COMMAND, np.uint8))
             moves.append(files.submit([Move(span, memory) if kind == "read" else Move(memory, span)]))
-            until(lambda number=number: disk.waiting == 1 and len(files._line._line.waiting) == number)
+            until(lambda number=number: disk.waiting == 1 and files._lines._lines.waiting() == number)
         disk.let(3)
         for move in moves:
             move.wait(10)

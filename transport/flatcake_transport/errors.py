@@ -1,7 +1,8 @@
 """The three errors of FlatCake, told apart by what the caller does next.
 
 A miss or a partial hit is a value, never an error; a caller's bug is `ValueError`. Foreign exceptions (gRPC, OSError,
-RocksDB) are translated once, at the edge where they appear, and chained.
+RocksDB) are translated once, at the edge where they appear, and chained. `Hangs` is a kind of `TimeoutError`, between movers and who
+waits for them.
 """
 
 
@@ -19,3 +20,7 @@ class Unavailable(FlatCakeError):
 
 class Corrupt(FlatCakeError):
     """Bytes differ from their checksum. They are quarantined: count a miss and recompute."""
+
+
+class Hangs(TimeoutError):
+    """Not landed, and what it waits for has not answered for long: whoever has another way had better take it."""

@@ -43,12 +43,16 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Bytes of an open file. `direct`: the descriptor was opened O_DIRECT, so offset and size are multiples of 4 KiB."""
+    """Bytes of an open file. `direct`: the descriptor was opened O_DIRECT, so offset and size are multiples of 4 KiB.
+
+    `device`: any number that files have in common which hang together (`window.device_number`).
+    """
 
     fd: int
     offset: int
     size_bytes: int
     direct: bool = False
+    device: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,8 @@ class Transfer(Protocol):
 
         Raises:
             Unavailable: some bytes were not moved; every move has come to rest (none is still touching memory).
-            TimeoutError: not yet; the moves go on, and both ends must stay alive until a later `wait` returns.
+            TimeoutError: not yet; the moves go on, and both ends must stay alive until a later `wait` returns. Some movers
+                say `errors.Hangs`.
         """
         ...
 

@@ -22,8 +22,12 @@ lost restores would leave no staging to all that follow.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
+import os
+import stat
+import struct
 import threading
 import time
 from collections import deque
@@ -45,6 +49,10 @@ if TYPE_CHECKING:
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the constant is not in every Python's mmap
 _LINGER_POLL_S: Final = 0.01  # how long a waiter watches one transfer before it looks at all windows again
+_AT_EMPTY_PATH: Final = 0x1000  # linux/fcntl.h, linux/stat.h
+_AT_STATX_DONT_SYNC: Final = 0x4000
+_STATX_TYPE: Final = 1
+_STATX_BYTES: Final = 256
 # Bytes of a step that land together: some 1.5 ms of reading, long beside what a command and a wake-up cost.
 PART_BYTES: Final = 4 << 20
 _LOOK_S: Final = 0.1  # how long one waits for a word; a lost window gives none
@@ -260,15 +268,32 @@ class StagingPool:
             )
 
 
+def device_number(fd: int) -> int:
+    """Of the file system that a file lies on, or of the device that it is; 0: not known.
+
+    Taken from what the kernel knows: `fstat` may wait for a file server, and this is for not waiting.
+    """
+    found = ctypes.create_string_buffer(_STATX_BYTES)
+    try:
+        if ctypes.CDLL(None).statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
+            return 0
+    except AttributeError:  # an old libc
+        return 0
+    (mode,) = struct.unpack_from("=H", found, 28)
+    major, minor = struct.unpack_from("=II", found, 128 if stat.S_ISBLK(mode) else 136)
+    return os.makedev(major, minor)
+
+
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A descriptor to read from. `direct`: it was opened O_DIRECT."""
+    """A descriptor to read from. `direct`: it was opened O_DIRECT. `device`: as a `FileSpan` has it."""
 
     fd: int
     direct: bool
+    device: int = 0
 
     def span(self, offset: int, size_bytes: int) -> FileSpan:
-        return FileSpan(self.fd, offset, size_bytes, self.direct)
+        return FileSpan(self.fd, offset, size_bytes, self.direct, self.device)
 
 
 class Readable(Protocol):

@@ -49,6 +49,7 @@ def test_all_pages_come(daemon, handover):
     add_files(daemon, 23)
     daemon.fds_a_message = 10
     found = handover.files(Verb.TURN, 1, 5.0)
+    assert {file.device for file in found.files.values()} == {os.fstat(file.fd).st_dev for file in found.files.values()}
     assert sorted(found.files) == list(range(1, 24))
     for file_id, file in found.files.items():
         assert os.pread(file.fd, 4, 0) == file_id.to_bytes(4, "little")

@@ -6,7 +6,7 @@ import threading
 import pytest
 from waiting import pause, until
 
-from flatcake_transport.errors import Unavailable
+from flatcake_transport.errors import Hangs, Unavailable
 from flatcake_transport.movers import pool
 from flatcake_transport.movers.pool import Batch, Commands, Workers
 
@@ -130,14 +130,14 @@ class Held:
         self.commands, self.begun = commands, []
         self.go: dict[str, threading.Event] = {}
 
-    def submit(self, name: str, size_bytes: int, *, yields: bool = False) -> Batch:
+    def submit(self, name: str, size_bytes: int, *, yields: bool = False, device: int = 0) -> Batch:
         self.go[name] = threading.Event()
 
         def command() -> None:
             self.begun.append(name)
             self.go[name].wait(30)
 
-        return self.commands.submit([(size_bytes, command)], yields=yields)
+        return self.commands.submit([(device, size_bytes, command)], yields=yields)
 
     def end(self, name: str) -> None:
         self.go[name].set()
@@ -192,8 +192,8 @@ def test_a_failed_command_skips_those_of_its_batch_and_no_others() -> None:
     def fails() -> None:
         raise OSError(5, "Input/output error")
 
-    batch = commands.submit([(1, fails), (1, lambda: ran.append("mine"))])
-    other = commands.submit([(1, lambda: ran.append("another's"))])
+    batch = commands.submit([(0, 1, fails), (0, 1, lambda: ran.append("mine"))])
+    other = commands.submit([(0, 1, lambda: ran.append("another's"))])
     with pytest.raises(Unavailable, match="Input/output error"):
         batch.wait(30)
     other.wait(30)
@@ -203,7 +203,7 @@ def test_a_failed_command_skips_those_of_its_batch_and_no_others() -> None:
 
 def test_closing_lands_the_commands_and_ends_the_threads() -> None:
     commands, ran = Commands("closing", 3, 2), []
-    batches = [commands.submit([(1, lambda: ran.append(1))] * 10, yields=n % 2 == 0) for n in range(5)]
+    batches = [commands.submit([(0, 1, lambda: ran.append(1))] * 10, yields=n % 2 == 0) for n in range(5)]
     commands.close()
     commands.close()
     assert len(ran) == 50
@@ -216,8 +216,8 @@ def test_closing_lands_the_commands_and_ends_the_threads() -> None:
 
 
 def test_threads_of_commands_end_with_their_owner() -> None:
-    commands = Commands("lost", 3, 10)
-    commands.submit([(1, lambda: None)]).wait(30)
+    commands, together = Commands("lost", 3, 10), threading.Barrier(3)
+    commands.submit([(0, 1, lambda: together.wait(30) and None)] * 3).wait(30)
     threads = [t for t in threading.enumerate() if t.name.startswith("flatcake-lost")]
     assert len(threads) == 3
     del commands
@@ -231,8 +231,8 @@ def test_a_finalizer_in_a_forked_child_waits_for_no_lock(monkeypatch: pytest.Mon
     """Whoever held it at the fork is not there."""
     commands = Commands("forked", 1, 10)
     ending = threading.Thread(target=commands.close, daemon=True)
-    with commands._line.changed:
-        monkeypatch.setattr(pool.os, "getpid", lambda: commands._line.process_id + 1)
+    with commands._lines.changed:
+        monkeypatch.setattr(pool.os, "getpid", lambda: commands._lines.process_id + 1)
         ending.start()
         ending.join(5)
         assert not ending.is_alive()
@@ -253,7 +253,80 @@ def test_threads_that_cannot_be_started_are_unavailable(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(threading.Thread, "start", none)
     with pytest.raises(Unavailable, match="can't start"):
-        commands.submit([(1, lambda: None)])
+        commands.submit([(0, 1, lambda: None)])
     monkeypatch.setattr(threading.Thread, "start", one)
-    commands.submit([(1, lambda: None)]).wait(30)
+    commands.submit([(0, 1, lambda: None)]).wait(30)
+    commands.close()
+
+
+def test_a_device_that_hangs_holds_up_no_other() -> None:
+    """Not its threads, not its bytes, not the order in which commands came."""
+    held = Held(commands := Commands("test", 2, 10))
+    hung = [held.submit(f"hung {n}", 5, device=1) for n in range(5)]
+    until(lambda: held.begun == ["hung 0", "hung 1"])
+    others = [held.submit(f"{device} {n}", 5, device=device, yields=device == 3) for device in (2, 3) for n in range(3)]
+    for n in range(3):
+        until(lambda n=n: {f"2 {n}", f"3 {n}"} <= set(held.begun))
+        held.end(f"2 {n}")
+        held.end(f"3 {n}")
+    for batch in others:
+        batch.wait(30)
+    assert held.begun.count("hung 2") == 0
+    for n in range(5):
+        held.end(f"hung {n}")
+    for batch in hung:
+        batch.wait(30)
+    assert not commands._lines._of, "a device with nothing to do has a line"
+    commands.close()
+
+
+def test_threads_are_as_many_as_are_needed_at_once() -> None:
+    held = Held(commands := Commands("test", 16, 10))
+    for n in range(20):
+        batch = held.submit(str(n), 1, device=n)
+        held.end(str(n))
+        batch.wait(30)
+        until(lambda: commands._lines._idle == 1)
+    assert len(commands._lines.threads) == 1
+    commands.close()
+
+
+def test_threads_are_bounded_and_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "THREADS_MAX", 1)
+    held = Held(commands := Commands("test", 16, 10))
+    names = [f"{device} {n}" for device in range(2) for n in range(3)]
+    batches = [held.submit(name, 1, device=int(name[0])) for name in names]
+    for name in names:
+        held.end(name)
+    for batch in batches:
+        batch.wait(30)
+    assert held.begun in (["0 0", "0 1", "1 0", "0 2", "1 1", "1 2"], ["0 0", "1 0", "0 1", "1 1", "0 2", "1 2"])
+    commands.close()
+
+
+def test_what_waits_for_a_device_that_hangs_is_given_up_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(commands := Commands("test", 2, 4))
+    stuck, waits = held.submit("stuck", 4, device=1), held.submit("waits", 4, device=1)
+    mixed = commands.submit([(2, 1, lambda: None), (1, 1, lambda: None)])
+    until(lambda: held.begun == ["stuck"])
+    with pytest.raises(TimeoutError) as error:
+        waits.wait(0.01)
+    assert not isinstance(error.value, Hangs), "10 s are not over"
+    monkeypatch.setattr(pool, "HANGS_S", 0.0)
+    with pytest.raises(Hangs):
+        stuck.wait(0.01)  # its bytes may come at any time
+    for batch in (waits, mixed, held.submit("comes later", 1, device=1)):
+        assert batch.done()
+        with pytest.raises(Unavailable, match="not answered"):
+            batch.wait(0.0)
+    healthy = held.submit("healthy", 1, device=2)
+    held.end("healthy")
+    healthy.wait(30)
+    held.end("stuck")
+    stuck.wait(30)
+    until(lambda: not commands._lines._of)
+    again = held.submit("again", 1, device=1)
+    held.end("again")
+    again.wait(30)
+    assert held.begun == ["stuck", "healthy", "again"]
     commands.close()

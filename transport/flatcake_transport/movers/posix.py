@@ -10,7 +10,8 @@ busy only makes the first come later, and leaves the last to be scattered in a r
 here, best of 16: 2.3 GB/s with 32 MiB under way, 2.4-2.6 with 16.
 Buffers on huge pages doubled the rate (raw too): pinning and bios by 2 MiB instead of 4 KiB.
 
-Reads go before writes (precedence.py).
+Reads go before writes (precedence.py). Each device has a line of its own (pool.py): one that hangs, or an NVMe-oF peer that does
+not answer, holds up no other.
 
 Faults it survives, each of them tested in tests/fault:
     EINTR                    the command is repeated
@@ -33,7 +34,7 @@ from typing import Any, Final
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.layout import ALIGN_BYTES
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, MoverStats, Region
-from flatcake_transport.movers.pool import Batch, Commands, Task
+from flatcake_transport.movers.pool import Batch, Command, Commands
 from flatcake_transport.paged import Bytes, contiguous_bytes
 
 THREADS: Final = 16
@@ -46,9 +47,9 @@ class PosixMover:
     """A `Mover` between session files and host memory. Thread-safe.
 
     Args:
-        threads: commands in flight at most.
+        threads: commands in flight at most, to one device.
         command_bytes_max: a multiple of 4 KiB; larger moves become several commands.
-        in_flight_bytes_max: of all commands under way; a single larger one passes alone.
+        in_flight_bytes_max: of all commands under way to one device; a single larger one passes alone.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PosixMover:
         if threads < 1 or command_bytes_max < ALIGN_BYTES or command_bytes_max % ALIGN_BYTES:
             raise ValueError(f"{threads} threads and commands of {command_bytes_max} bytes: expected 1 and whole 4 KiB")
         self._command_bytes_max = command_bytes_max
-        self._line = Commands("posix", threads, in_flight_bytes_max)
+        self._lines = Commands("posix", threads, in_flight_bytes_max)
         self._lock = threading.Lock()
         self._moves = self._commands = self._direct = self._bytes = self._failures = 0
         self._fallbacks: dict[str, int] = {}
@@ -77,15 +78,15 @@ class PosixMover:
             ValueError: other kinds of spans, unequal sizes, device memory, or a direct span that is not on 4 KiB.
             Unavailable: closed.
         """
-        commands: list[tuple[int, Task]] = []
+        commands: list[Command] = []
         for move in moves:
             commands += self._commands_of(move)
-        batch = self._line.submit(commands, yields=all(isinstance(move.target, FileSpan) for move in moves))
+        batch = self._lines.submit(commands, yields=all(isinstance(move.target, FileSpan) for move in moves))
         with self._lock:
             self._moves += len(moves)
         return batch
 
-    def _commands_of(self, move: Move) -> list[tuple[int, Task]]:
+    def _commands_of(self, move: Move) -> list[Command]:
         source, target = move.source, move.target
         if move.checks is not None:
             raise ValueError("posix takes no checksums: the memory mover does, where it gathers")
@@ -106,7 +107,7 @@ class PosixMover:
             (at, memory[at : at + self._command_bytes_max]) for at in range(0, len(memory), self._command_bytes_max)
         )
         return [
-            (len(part), partial(self._transfer, command, file.fd, file.offset + at, part, file.direct))
+            (file.device, len(part), partial(self._transfer, command, file.fd, file.offset + at, part, file.direct))
             for at, part in parts
         ]
 
@@ -169,7 +170,7 @@ class PosixMover:
             )
 
     def close(self) -> None:
-        self._line.close()
+        self._lines.close()
 
 
 def _preadv(fd: int, memory: Bytes, offset: int) -> int:

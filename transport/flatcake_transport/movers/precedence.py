@@ -57,6 +57,14 @@ class ReadsFirst(Generic[Item]):
         self._free += size_bytes
         self._reads_under_way -= not yields
 
+    def clear(self) -> list[Item]:
+        """All who wait, and wait no more."""
+        waiting = [item for item, _ in (*self._reads, *self._writes)]
+        self._reads.clear()
+        self._writes.clear()
+        self._passed = 0
+        return waiting
+
     def __len__(self) -> int:
         """How many wait."""
         return len(self._reads) + len(self._writes)
