@@ -18,18 +18,20 @@ Loops here run over ranges and reads, never over blocks.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from flatcake_transport.layout import ALIGN_BYTES, SegmentLayout, align_up
 
 GAP_BYTES_MAX: Final = 64 << 10  # reading 64 KiB along costs less than another command: FlatCake paper, FC-CIO
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(
+    NamedTuple
+):  # here and below: made by the thousand, and a dataclass that cannot change takes five times as long
     """Bytes of a file. `file` is the caller's name of it: any integer."""
 
     file: int
@@ -138,8 +140,7 @@ def one_by_one(run: FileRun) -> list[FileRun]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class StepRead:
+class StepRead(NamedTuple):
     """Read `size_bytes` at `offset` of `file` to `target` bytes into the buffer. All three are multiples of 4 KiB."""
 
     file: int
@@ -148,8 +149,7 @@ class StepRead:
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Blocks of one layer, contiguous in the buffer: scatter them to `slots[position : position + blocks]` of the layer."""
 
     layer: int
@@ -164,8 +164,7 @@ class Piece:
         return self.blocks * self.plane_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """Whole granules in the buffer: `size_bytes` from `offset` have the checksums `first_granule ..` of the run's segment."""
 
     run: int
@@ -194,6 +193,7 @@ class Step:
         return self.reads[-1].target + self.reads[-1].size_bytes
 
 
+@functools.lru_cache(maxsize=1024)  # every restore asks for each of its segments; a space keeps its layouts
 def buffer_bytes_min(layout: SegmentLayout, *, whole_granules: bool) -> int:
     """The smallest buffer with which any restore or write of this space can be planned: one unit and its alignment."""
     blocks = layout.granule_blocks if whole_granules else 1
@@ -239,8 +239,7 @@ def plan_restore(
     return _steps(runs, planes, buffer_bytes, gap_bytes_max, whole_granules=whole_granules)
 
 
-@dataclass(frozen=True, slots=True)
-class _Want:
+class _Want(NamedTuple):
     """One range to bring: blocks `first .. end` (widened to granules) of one run and layer."""
 
     layer: int
@@ -254,17 +253,19 @@ def _steps(
     runs: Sequence[FileRun], planes: Sequence[int], buffer_bytes: int, gap_bytes_max: int, *, whole_granules: bool
 ) -> Iterator[Step]:
     order = sorted(range(len(runs)), key=lambda r: (runs[r].file, runs[r].offset, runs[r].first_block))
+    layouts = [run.layout for run in runs]
+    geometry = [(own.plane_bytes.tolist(), own.plane_offset.tolist(), own.granule_blocks.tolist()) for own in layouts]
     wants: list[_Want] = []
     extents: list[Extent] = []
     used = 0  # an upper bound: each extent aligned by itself, before merging
     for layer, plane in enumerate(planes):
         for r in order:
-            run, plane_bytes = runs[r], int(runs[r].layout.plane_bytes[plane])
-            unit = int(run.layout.granule_blocks[plane]) if whole_granules else 1
+            run, (sizes, starts, units) = runs[r], geometry[r]
+            plane_bytes, unit = sizes[plane], units[plane] if whole_granules else 1
             first = run.first_block // unit * unit
             end = min(run.layout.blocks, -(-(run.first_block + run.blocks) // unit) * unit)
             while first < end:
-                start = run.offset + run.layout.chunk(plane, first)
+                start = run.offset + starts[plane] + first * plane_bytes
                 slack = start % ALIGN_BYTES
                 whole = align_up(slack + (end - first) * plane_bytes)
                 room = buffer_bytes - used
