@@ -16,6 +16,7 @@ waiting, or the bytes did not come, it is given back here.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ from flatcake_client.engines.lmcache_tasks import Workers
 log = init_logger(__name__)  # whose lines LMCache shows
 
 NAME: Final = "flatcake"
+VERSION: Final = importlib.metadata.version("lmcache")  # which decides how a chunk lies, and what its hash is of
 SETTINGS: Final = (
     "endpoint",
     "timeout_s",
@@ -90,7 +92,7 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
         self._kind = ChunkKind(
             model=metadata.model_name or "lmcache",
             dtype="+".join(str(dtype).removeprefix("torch.") for dtype in self.meta_dtypes),
-            layout=f"{self.meta_fmt.name} {shapes}",
+            layout=f"{VERSION} {self.meta_fmt.name} {shapes}",
             chunk_bytes=self.full_chunk_size_bytes,
             chunk_tokens=metadata.chunk_size,
             weights=f"{settings.get('weights', '')} {digest_of(metadata.model_name or '')}".strip(),

@@ -34,7 +34,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 import flatcake_client as fc
 from flatcake_client.engines.edge import Edge
 from flatcake_client.engines.fingerprint import digest_of
-from flatcake_client.engines.lmcache import address_of, on_host
+from flatcake_client.engines.lmcache import VERSION, address_of, on_host
 from flatcake_client.engines.lmcache_chunks import ChunkKind, ChunkStore
 from flatcake_client.engines.lmcache_tasks import Locks, Workers
 
@@ -315,7 +315,7 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return ChunkKind(
             model=model or "lmcache",
             dtype="+".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
-            layout=" ".join("x".join(map(str, shape)) for shape in shapes),
+            layout=" ".join((VERSION, *("x".join(map(str, shape)) for shape in shapes))),
             chunk_bytes=size_bytes,
             # [K and V, layers, tokens, heads x dim]
             chunk_tokens=int(shapes[0][2]) if len(shapes[0]) == 4 else CHUNK_TOKENS,

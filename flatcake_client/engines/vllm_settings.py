@@ -273,15 +273,18 @@ class Adapters:
         folder = folder_of(os.path.expanduser(adapter.lora_path), None, ADAPTER_CONFIG)  # noqa: PTH111 - Path's may raise
         stamp = _stamp(folder)
         if known is None:
-            if len(self._known) >= ADAPTERS_MAX:
-                del self._known[next(iter(self._known))]
-            known = self._known[key] = (stamp, adapter_digest(folder) or os.urandom(16).hex())
+            known = stamp, adapter_digest(folder) or os.urandom(16).hex()
         elif known[0] != stamp:
             log.warning(
                 "the files of adapter %s at %s changed: what vLLM computes with it is not shared any more. Give changed weights a new path",
                 *key,
             )
-            known = self._known[key] = (stamp, os.urandom(16).hex())
+            known = stamp, os.urandom(16).hex()
+        self._known[key] = known
+        if (
+            len(self._known) > ADAPTERS_MAX
+        ):  # the one that was asked for least recently, which vLLM has let go long since
+            del self._known[next(iter(self._known))]
         return f"lora {adapter.lora_name} {adapter.lora_path} {known[1]}".encode()
 
 

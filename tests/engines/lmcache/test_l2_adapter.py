@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine import InProcess
 from lmcache.cli.commands.bench.l2_adapter_bench.data import make_memory_objects
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
@@ -26,6 +27,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from waiting import until
 
 import flatcake_client as fc
+from flatcake_client.engines import lmcache, lmcache_l2
 from flatcake_client.engines.lmcache import SETTINGS
 from flatcake_client.engines.lmcache_l2 import FlatCakeL2AdapterConfig
 
@@ -190,6 +192,23 @@ def test_a_chunk_that_is_named_twice_is_stored_once(make_adapter):
     assert (stored.is_successful(), stored.bytes_transferred()) == (True, 3 * SIZE)
     assert load(adapter, keys, target) == [0, 1, 2]
     assert torch.equal(source.memory, target.memory)
+
+
+@pytest.mark.parametrize("module", [lmcache, lmcache_l2], ids=["in-process", "server"])
+def test_chunks_of_another_version_of_lmcache_are_others(daemon, monkeypatch, module):
+    """It decides how a chunk lies, and what its hash is of."""
+    names = []
+    for each in (lmcache.VERSION, "0.5.7"):
+        monkeypatch.setattr(module, "VERSION", each)
+        if module is lmcache:
+            engine = InProcess(daemon.endpoint)
+            names.append(engine.connector._kind)
+            engine.close()
+        else:
+            adapter = create_l2_adapter(config_of(daemon))
+            names.append(adapter._kind("m", [torch.Size([2, 3, 16, 32])], [torch.bfloat16], 6144))
+            adapter.close()
+    assert names[0] != names[1]
 
 
 def test_other_weights_are_other_chunks_as_far_as_they_are_named(make_adapter, tmp_path):

@@ -106,10 +106,11 @@ def test_what_ran_while_its_adapters_files_changed_is_not_stored(side, tmp_path)
 def test_adapters_that_are_known_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_settings, "ADAPTERS_MAX", 2)
     adapters = vllm_settings.Adapters()
-    salts = [adapters.salt(LoRARequest(str(number), 1, str(tmp_path))) for number in (0, 1, 2)]
+    salts = [adapters.salt(LoRARequest(str(number), 1, str(tmp_path))) for number in (0, 1, 0, 2)]
     assert len(adapters._known) == 2
-    assert adapters.salt(LoRARequest("2", 1, str(tmp_path))) == salts[2]
-    assert adapters.salt(LoRARequest("0", 1, str(tmp_path))) != salts[0], "it cannot be read, and was forgotten"
+    assert adapters.salt(LoRARequest("2", 1, str(tmp_path))) == salts[3]
+    assert adapters.salt(LoRARequest("0", 1, str(tmp_path))) == salts[0] == salts[2], "it is in use"
+    assert adapters.salt(LoRARequest("1", 1, str(tmp_path))) != salts[1], "it cannot be read, and was forgotten"
 
 
 def test_an_answer_older_than_is_fresh_is_asked_again_once_for_each_time_it_was_used(side, monkeypatch):
