@@ -35,7 +35,8 @@ def keep_copy(space: Space, keys: KeyArray, brought: Target, first_block: int, t
         return 0
     deadline_s = time.monotonic() + timeout_s
     try:
-        with space.begin_copy(keys, timeout_s) as turn:
+        turn = space.begin_copy(keys, timeout_s)
+        try:
             if turn.parts and turn.blocks.start < first_block:  # the engine has it where nobody told us
                 return 0
             mine = brought.slots[turn.blocks.start - first_block : turn.blocks.stop - first_block]
@@ -43,6 +44,8 @@ def keep_copy(space: Space, keys: KeyArray, brought: Target, first_block: int, t
                 turn.write_layer(layer, span.pages, mine, deadline_s - time.monotonic())
             turn.commit(deadline_s - time.monotonic())
             return sum(part.blocks for part in turn.parts)
+        finally:
+            turn.abort(max(0.0, deadline_s - time.monotonic()))
     except (FlatCakeError, ValueError) as error:
         log.info("a prefix of another node is not copied: %s", error)
         return 0

@@ -50,7 +50,8 @@ class Lease:
         self._renew = renew
         self._lost = lost
         self._now_s = now_s
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of who renews
+        self._given_back = threading.Lock()  # taken once, for good
         self._ended = False
 
     @property
@@ -90,6 +91,6 @@ class Lease:
 
     def end(self) -> bool:
         """Given back by its holder. False: it was before."""
-        with self._lock:
-            ended, self._ended = self._ended, True
-        return not ended
+        mine = self._given_back.acquire(blocking=False) and not self._ended  # a renewal may be waiting for its answer
+        self._ended = True
+        return mine

@@ -172,7 +172,10 @@ class Rpc:
         return list(reply.alive), list(reply.alive_remote)
 
     def release(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float, wait_s: float) -> None:
-        """Give leases back. Waits for the answer for `wait_s`; the call itself goes on for `timeout_s`, whoever waits."""
+        """Give leases back. Waits for the answer for `wait_s`; the call itself goes on for `timeout_s`, whoever waits.
+
+        Raises: Unavailable: not heard yet, or it cannot be said.
+        """
         request = store_pb2.ReleaseRequest(
             client_id=welcome.client_id, incarnation=welcome.incarnation, lease_ids=lease_ids
         )
@@ -183,8 +186,8 @@ class Rpc:
             going.add_done_callback(self._going.discard)
             try:
                 reply: store_pb2.ReleaseReply = going.result(timeout=wait_s)
-            except (grpc.FutureTimeoutError, grpc.FutureCancelledError):  # later, or the channel was closed
-                return store_pb2.ReleaseReply()
+            except (grpc.FutureTimeoutError, grpc.FutureCancelledError) as error:  # later, or the channel was closed
+                raise Unavailable(f"the daemon did not answer in {wait_s:.3g} s; it may yet") from error
             return reply
 
         self._call(call, request, timeout_s)

@@ -181,20 +181,21 @@ class Turn:
                     self._end("committed")
                     return visible
             failure = self._failure
-            self._give_up()
+            self._give_up(min(ABORT_TIMEOUT_S, max(0.0, deadline_s - self._now_s())))
             raise Unavailable(f"the turn was not stored: {failure}") from failure
 
-    def abort(self) -> None:
+    def abort(self, timeout_s: float = ABORT_TIMEOUT_S) -> None:
         """Store nothing. Twice is fine, and so is after a commit. In a forked child it does nothing.
 
-        Waits a moment for writes under way; the space is given back when they rest.
+        Waits a moment for writes under way, and for the daemon to hear of it; else the space is given back later.
         """
         if self._forked():
             return
         with self._lock:
             if not self._over:
-                self._harvest(ABORT_TIMEOUT_S)
-                self._give_up()
+                deadline_s = self._now_s() + timeout_s
+                self._harvest(timeout_s)
+                self._give_up(min(ABORT_TIMEOUT_S, max(0.0, deadline_s - self._now_s())))
 
     def __enter__(self) -> Self:
         return self
@@ -210,14 +211,15 @@ class Turn:
         self._over = True
         self._home.ended(outcome)
 
-    def _give_up(self) -> None:
+    def _give_up(self, timeout_s: float) -> None:
         self._over = True
-        failure = str(self._failure or "a write failed") if self._torn else ""
 
         def give_back() -> None:
+            self._harvest(0.0)  # one that failed after we stopped waiting leaves a file to be sealed, too
+            failure = str(self._failure or "a write failed") if self._torn else ""
             with contextlib.suppress(FlatCakeError):
                 if self._grant.turn_id:
-                    self._home.abort(self._grant.turn_id, failure, ABORT_TIMEOUT_S)
+                    self._home.abort(self._grant.turn_id, failure, timeout_s)
             dropped = isinstance(self._failure, Yielded) and not self._torn
             self._home.ended("yielded" if dropped else "failed" if self._failure else "aborted")
 

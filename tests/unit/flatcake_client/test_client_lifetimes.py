@@ -323,3 +323,19 @@ def test_a_hanging_disk_holds_up_nobody_who_gives_back(daemon, client, monkeypat
     assert time.monotonic() - began_s < 3
     go_on.set()
     hit.release()
+
+
+def test_a_release_without_answer_ends_no_silence(daemon, client):
+    """Sent before the daemon fell silent."""
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 3))
+    hit = kv.space.lookup(kv.space.keys(kv.tokens(1, 3)))
+    came, stall = daemon.calls.get("release", 0), threading.Event()
+    daemon.fail["release"] = stall
+    releasing = threading.Thread(target=hit.release, daemon=True)
+    releasing.start()
+    until(lambda: daemon.calls.get("release", 0) > came)
+    silent_until_s = client._rpc._silent_until_s = time.monotonic() + 100
+    releasing.join(30)
+    stall.set()
+    assert client._rpc._silent_until_s == silent_until_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,23 +29,22 @@ class Store:
         if verb in self.refuses:
             raise self.refuses[verb]
 
-    @contextlib.contextmanager
     def begin_copy(self, keys, timeout_s):
         assert timeout_s > 0
         self._may("begin")
-        before = self.committed
-        try:
-            yield SimpleNamespace(
-                parts=(SimpleNamespace(blocks=len(self.lacks)),) if self.lacks else (),
-                blocks=self.lacks,
-                write_layer=self._write,
-                commit=self._commit,
-            )
-        finally:
-            self.aborted += self.committed == before
+        return SimpleNamespace(
+            parts=(SimpleNamespace(blocks=len(self.lacks)),) if self.lacks else (),
+            blocks=self.lacks,
+            write_layer=self._write,
+            commit=self._commit,
+            abort=self._abort,
+        )
+
+    def _abort(self, timeout_s):
+        self.abort_timeout_s = timeout_s
+        self.aborted += not self.committed
 
     def _write(self, layer, source, slots, timeout_s):
-        assert timeout_s > 0
         self._may("write")
         self.written.append((layer, int(source[0, 0]), slots.tolist()))
 
@@ -96,3 +94,9 @@ def test_what_is_here_meanwhile_is_not_written_again():
 @pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("gone"), ValueError("nonsense")])
 def test_whatever_fails_is_no_error_of_the_engine_s(verb, error):
     assert copy(Store(range(6), {verb: error})) == 0
+
+
+def test_what_is_left_of_its_time_is_all_that_giving_up_takes():
+    store = Store(range(6), {"commit": Unavailable("late")})
+    assert keep_copy(store, KEYS[:6], target(SLOTS), 0, 1e-3) == 0
+    assert store.abort_timeout_s <= 1e-3

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hits import Clock
 
@@ -113,4 +115,27 @@ def test_it_ends_with_its_connection(lease, daemon):
 def test_it_is_given_back_once(lease):
     assert lease.end()
     assert not lease.end()
+    assert not lease.alive()
+
+
+def test_giving_it_back_waits_for_no_renewal(clock):
+    """Which may be waiting for a daemon that does not answer."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def renew(lease_id: int, timeout_s: float) -> bool:
+        asked.set()
+        return answer.wait(30)
+
+    lease = Lease(7, 16.0, 100.0, renew, lambda: False, now_s=clock)
+    clock.now_s = 109.0
+    reader = threading.Thread(target=lease.keep, daemon=True)
+    reader.start()
+    assert asked.wait(30)
+    ended: list[bool] = []
+    holder = threading.Thread(target=lambda: ended.append(lease.end()), daemon=True)
+    holder.start()
+    holder.join(10)
+    assert ended == [True]
+    answer.set()
+    reader.join(30)
     assert not lease.alive()

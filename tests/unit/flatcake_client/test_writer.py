@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from homes import FakeHome, Gate
 
+from flatcake_client import writer
 from flatcake_client.records import Grant
 from flatcake_client.writer import Turn, WriteTools
 from flatcake_transport.errors import Overloaded, Unavailable
@@ -138,6 +141,22 @@ def test_a_slow_write_outlives_commit_and_is_given_back_later(make, gate, home):
     assert home.linger.settle(5)
     assert home.aborted == [""]
     assert home.fd == -1
+
+
+def test_a_write_that_fails_after_it_was_given_up_seals_the_file(make, gate, home, monkeypatch):
+    monkeypatch.setattr(writer, "ABORT_TIMEOUT_S", 20.0)
+    gate.open.clear()
+    gate.fails = lambda _: True
+    turn = make(timeout_s=0.01)
+    turn.write_layer(0, PAGES, [0, 1, 2, 3], timeout_s=5)
+    started_s = time.monotonic()
+    turn.abort(0.0)
+    assert time.monotonic() - started_s < 10.0
+    assert home.aborted == []
+    gate.open.set()
+    assert home.linger.settle(5)
+    assert len(home.aborted) == 1
+    assert home.aborted[0], "the daemon goes on writing to a file whose state is unknown"
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, 1e-9])
