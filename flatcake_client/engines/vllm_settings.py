@@ -280,10 +280,9 @@ class Adapters:
                 *key,
             )
             known = stamp, os.urandom(16).hex()
+        self._known.pop(key, None)
         self._known[key] = known
-        if (
-            len(self._known) > ADAPTERS_MAX
-        ):  # the one that was asked for least recently, which vLLM has let go long since
+        if len(self._known) > ADAPTERS_MAX:  # the one asked for least recently, which vLLM has let go
             del self._known[next(iter(self._known))]
         return f"lora {adapter.lora_name} {adapter.lora_path} {known[1]}".encode()
 
