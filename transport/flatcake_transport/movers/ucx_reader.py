@@ -2,7 +2,8 @@
 
 It maps the windows that it is handed, as the engine does, and has UCX get into them: the engine scatters from there, and no byte
 is copied once more. One thread, which sleeps in UCX or does what it is told. It ends with its socket; an error ends it as well,
-and so does a peer that was not reached after the machine's routes have changed: UCX reads them once a process.
+and so does a peer that was not reached after the machine's routes have changed: UCX reads them once a process. What is under way to
+other peers lands before.
 """
 
 from __future__ import annotations
@@ -40,6 +41,14 @@ class Reader:
         self._link, self._worker, self._chunk_bytes = link, worker, chunk_bytes
         self._windows: dict[int, _Window] = {}
         self._orders: dict[int, Order] = {}
+
+    def serve(self) -> None:
+        """Until the mover is gone, or UCX's routes are of no use any more and nothing is under way."""
+        while self.take():
+            self._worker.turn()
+            if self._worker.outdated and not self._orders:
+                return
+            self._worker.sleep()
 
     def take(self) -> bool:
         """Do what was said. False: the mover is gone."""
@@ -90,6 +99,9 @@ class Reader:
             self.say(Word(Kind.RESTED, told.id, self._worker.counts.endpoints_failed, error))
 
         order = self._orders[told.id] = Order(len(cut) + told.put, rested)
+        if self._worker.outdated:  # it ends when those before have landed
+            rested("the machine's routes have changed")
+            return
         pieces = []
         for window_id, at, size, remote in cut:
             window = self._windows[window_id]
@@ -115,9 +127,7 @@ def main(order: str) -> None:
     reader = Reader(link, worker, chunk_bytes)
     reader.say(Word(Kind.READY, number=os.getpid(), text=f"{'.'.join(map(str, library.version))}-{library.origin}"))
     worker.watch(descriptor)
-    while reader.take() and not worker.outdated:
-        worker.turn()
-        worker.sleep()
+    reader.serve()
     worker.close()
     if worker.outdated:
         print("a peer was not reached, and the routes have changed since UCX read them")  # noqa: T201 - for the mover's log
