@@ -85,7 +85,7 @@ def adapter_digest(folder: Path | None) -> str | None:
 
 def sample_weights(digest: hashlib._Hash, folder: Path) -> int:
     """Samples of the weight files of a folder, or of one file. Returns: how many files there are. Raises: OSError."""
-    paths = [folder] if folder.is_file() else sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
+    paths = _weight_files(folder)
     for path in paths:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -94,6 +94,15 @@ def sample_weights(digest: hashlib._Hash, folder: Path) -> int:
                 offset = max(0, size_bytes - SAMPLE_BYTES) * number // (SAMPLES_PER_FILE - 1)
                 digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
     return len(paths)
+
+
+def weights_bytes(folder: Path | None) -> int:
+    """Size of the weight files in a folder, or of the one file; 0: there are none. Raises: OSError."""
+    return sum(path.stat().st_size for path in _weight_files(folder)) if folder is not None else 0
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return [folder] if folder.is_file() else sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
 
 
 def digest_of(model: str) -> str:

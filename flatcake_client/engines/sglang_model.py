@@ -33,6 +33,7 @@ from flatcake_client.engines.fingerprint import (
     config_digest,
     folder_of,
     turns_by_context,
+    weights_bytes,
     weights_digest,
 )
 from flatcake_client.engines.weights import Weights
@@ -56,6 +57,7 @@ UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updat
 RESET: Final = "sglang.srt.managers.cache_controller.HiCacheController.reset"
 SAVER: Final = "sglang.srt.utils.torch_memory_saver_adapter"
 FLUSH: Final = "POST /flush_cache to SGLang"
+WHOLE: Final = 0.99  # of the bytes of the start: headers differ a little
 FOREIGN_LOADS: Final = frozenset(("remote_instance",))  # weights that are another engine's, whatever lies at the path
 
 
@@ -102,7 +104,7 @@ def served() -> Served:
     digest = config_digest(config, context_tokens=settings.get("context_length"), **more)
     started = _on_disk(path, str(settings.get("load_format")), settings.get("revision"))
     weights = Weights(started, engine_id, FLUSH)
-    _watch(weights)
+    _watch(weights, _bytes_on_disk(path, settings.get("revision")))
     return Served(f"{Path(path).name}/{digest}", started, weights, sure=_since_start(get_server_args()))
 
 
@@ -186,7 +188,7 @@ def _on_disk(path: str, load_format: str, revision: str | None) -> str:
     if load_format in FOREIGN_LOADS:
         return f"engine {engine_id()}"
     try:
-        folder = Path(path) if os.path.isfile(path) else folder_of(path, revision)  # noqa: PTH113 - Path's may raise
+        folder = _folder(path, revision)
         if folder is not None:
             return weights_digest(folder, load_format)
     except Exception as error:  # noqa: BLE001 - SGLang's scheduler calls, and would end
@@ -194,8 +196,23 @@ def _on_disk(path: str, load_format: str, revision: str | None) -> str:
     return f"{path} {revision or ''} {load_format}"
 
 
-def _watch(weights: Weights) -> None:
-    """Have it told of every change and every flush. Class methods, so also for objects that exist already."""
+def _bytes_on_disk(path: str, revision: str | None = None) -> int:
+    """0: they are not here, or cannot be read."""
+    try:
+        return weights_bytes(_folder(path, revision))
+    except Exception:  # noqa: BLE001 - as above
+        return 0
+
+
+def _folder(path: str, revision: str | None) -> Path | None:
+    return Path(path) if os.path.isfile(path) else folder_of(path, revision)  # noqa: PTH113 - Path's may raise
+
+
+def _watch(weights: Weights, size_bytes: int) -> None:
+    """Have it told of every change and every flush. Class methods, so also for objects that exist already.
+
+    `size_bytes`: of all weights. Files of fewer may be a part of a model, and what that makes depends on what was there before.
+    """
     if UPDATER not in sys.modules:
         return
     updater = f"{UPDATER}.WeightUpdater"
@@ -216,6 +233,7 @@ def _watch(weights: Weights) -> None:
         try:
             done = original(self, model_path, load_format, *more, **named)
             named_right = done[0] and _on_disk(model_path, load_format, None) == before
+            named_right &= _bytes_on_disk(model_path) >= WHOLE * size_bytes
             return done
         finally:
             if not named_right:

@@ -6,6 +6,7 @@ that is injected into its workers, are not seen: that needs a reset (docs/engine
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pkgutil
 from collections.abc import Callable
@@ -28,7 +29,9 @@ CHANGES: Final = (
 
 def watch_weights() -> None:
     """Have the worker's connector told before each change. Twice is fine."""
-    worker = pkgutil.resolve_name(WORKER)
+    worker: Any = None
+    with contextlib.suppress(AttributeError, ImportError):
+        worker = pkgutil.resolve_name(WORKER)
     for name in CHANGES:
         change = getattr(worker, name, None)
         if change is None:

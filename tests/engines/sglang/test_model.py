@@ -259,6 +259,23 @@ def test_weights_from_disk_are_known_by_their_files(engine, folder):
     assert engine.load(tokens) == 5
 
 
+def test_an_update_from_files_of_a_part_is_this_engine_s_own(engine, folder, tmp_path_factory):
+    """What it makes depends on the weights before."""
+    update, tokens, part = (
+        updater.WeightUpdater.update_weights_from_disk,
+        engine.tokens(1, 5),
+        tmp_path_factory.mktemp("part"),
+    )
+    (part / "model.safetensors").write_bytes(b"part")
+    update(None, str(part), "auto")
+    flush()
+    assert engine.store(tokens)
+    update(None, str(folder), "auto")
+    update(None, str(part), "auto")
+    flush()
+    assert engine.lookup(tokens) == 0
+
+
 def test_an_update_from_disk_that_raises_leaves_weights_without_a_name(engine, folder):
     tokens = engine.tokens(1, 5)
     assert engine.store(tokens)

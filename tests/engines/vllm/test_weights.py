@@ -10,6 +10,7 @@ import pytest
 from daemon import Daemon
 from engines.vllm.running import Engine, Witness, prompt, write_model
 
+from flatcake_client.engines import vllm_weights
 from flatcake_client.engines.vllm_weights import CHANGES, WORKER
 
 
@@ -73,3 +74,9 @@ def test_the_ways_by_which_weights_change_are_this_vllms():
     assert set(CHANGES) <= methods
     changing = {name for name in methods if name.endswith(("_weights", "_weight_update"))}
     assert changing == {*CHANGES, "finish_weight_update", "_start_weight_update"}, "a way that is new?"
+
+
+def test_a_vllm_without_such_a_worker_is_told_what_to_do(monkeypatch, caplog):
+    monkeypatch.setattr(vllm_weights, "WORKER", "vllm.v1.worker.gpu_worker:Other")
+    vllm_weights.watch_weights()
+    assert caplog.text.count("pause and reset before weights change") == len(CHANGES)
