@@ -27,13 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_client.connection import Connection
-from flatcake_client.hit import Hit
+from flatcake_client.hit import RELEASE_WAIT_S, Hit
 from flatcake_client.linger import Linger
 from flatcake_client.rpc import Rpc, Stale, Unknown
 from flatcake_client.space import Space
 from flatcake_client.tools import BUFFER_BYTES, BUFFERS, STAGING_BYTES, Tools
 from flatcake_client.worth import Bandwidths
-from flatcake_client.writer import Turn
+from flatcake_client.writer import ABORT_TIMEOUT_S, Turn
 from flatcake_transport.endpoint import default_endpoint
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.mover import MoverStats
@@ -186,16 +186,17 @@ class Client:
         """
         if self.forked():
             return
+        deadline_s = time.monotonic() + timeout_s
         for turn in list(self.turns):
-            turn.abort()
+            turn.abort(min(ABORT_TIMEOUT_S, max(0.0, deadline_s - time.monotonic())))
         for hit in list(self.hits):
-            hit.release()
+            hit.release(min(RELEASE_WAIT_S, max(0.0, deadline_s - time.monotonic())))
         with self._lock:
             already, self._closed = self._closed, True
             connection, self._connection = self._connection, None
         if already:
             return
-        settled = self.linger.settle(timeout_s)
+        settled = self.linger.settle(max(0.0, deadline_s - time.monotonic()))
         if connection is not None and settled:
             connection.retire()
         self._rpc.close()

@@ -197,6 +197,7 @@ class FilePath:
 
     def _open(self, timeout_s: float, staging_timeout_s: float) -> bool:
         """Plan what is still wanted and start reading it. False: not now, or nothing is left to read."""
+        ends_s = time.monotonic() + timeout_s
         self._drop_cut()
         if not self._files and self._runs:
             try:
@@ -209,12 +210,12 @@ class FilePath:
         if not self._drop_cut():
             return False
         try:
-            window = self._staging.open_window(staging_timeout_s, lambda: not self._closing.is_set())
+            window = self._window(min(staging_timeout_s, max(0.0, ends_s - time.monotonic())))
         except Overloaded:
             if staging_timeout_s:
                 self._closing.wait(min(LOOK_S, staging_timeout_s))  # refused at once, perhaps: not asked in a circle
             return False
-        in_time = self._verifier is None or self._learn(self._verifier, window, timeout_s)
+        in_time = self._verifier is None or self._learn(self._verifier, window, ends_s)
         if not in_time or not self._drop_cut():
             window.close()
             return False
@@ -224,6 +225,9 @@ class FilePath:
             self._fail(error)
             return False
         return True
+
+    def _window(self, timeout_s: float) -> Window:
+        return self._staging.open_window(timeout_s, lambda: not self._closing.is_set())
 
     def _streaming(self, window: Window) -> ReadStream:
         wanted = [
@@ -307,26 +311,27 @@ class FilePath:
 
     def _blame(self, error: FlatCakeError, timeout_s: float) -> None:
         """A step's reads failed: find out which, by reading each alone, so that the blocks before are still had."""
+        ends_s = time.monotonic() + timeout_s
         step = self._planned[0]
         self.close()
         self._retries += 1
         positions = [piece.position for piece in step.pieces]
         if self._retries <= RETRIES_MAX:
             try:
-                with self._staging.open_window(timeout_s) as window:
-                    positions = self._failing(step, window, timeout_s)
+                with self._window(timeout_s) as window:
+                    positions = self._failing(step, window, ends_s)
             except (Overloaded, TimeoutError):
                 return  # planned anew, if the deadline allows
         if positions:
             self._progress.cut(min(positions), error)
 
-    def _failing(self, step: Step, window: Window, timeout_s: float) -> list[int]:
+    def _failing(self, step: Step, window: Window, ends_s: float) -> list[int]:
         """Positions of the pieces that cannot be read, each tried alone: a read may span segments, and fail for one."""
         buffer, positions = window.buffers[0], []
 
         def readable(file_id: int, offset: int, size_bytes: int) -> bool:
             try:
-                self._read(file_id, offset, buffer[:size_bytes], window, timeout_s)
+                self._read(file_id, offset, buffer[:size_bytes], window, ends_s)
             except Unavailable:
                 return False
             return True
@@ -342,7 +347,7 @@ class FilePath:
                         positions.append(piece.position)
         return positions
 
-    def _learn(self, verifier: Verifier, window: Window, timeout_s: float) -> bool:
+    def _learn(self, verifier: Verifier, window: Window, ends_s: float) -> bool:
         """Read the footers of the runs. False: not in time."""
         for placed in self._runs:
             size, offset = placed.footer_bytes, placed.offset + placed.layout.data_bytes
@@ -351,7 +356,7 @@ class FilePath:
                     verifier.learn(placed)
                     continue
                 buffer = window.buffers[0][:size] if size <= window.buffer_bytes else aligned_buffer(size)
-                self._read(placed.run.file_id, offset, buffer, window, timeout_s)
+                self._read(placed.run.file_id, offset, buffer, window, ends_s)
                 verifier.learn(placed, buffer)
             except (Unavailable, Corrupt) as error:
                 self._progress.cut(placed.position, error)
@@ -366,13 +371,13 @@ class FilePath:
             self.layers_done = self._progress.layers
         return bool(self._runs)
 
-    def _read(self, file_id: int, offset: int, buffer: Any, window: Window, timeout_s: float) -> None:
+    def _read(self, file_id: int, offset: int, buffer: Any, window: Window, ends_s: float) -> None:
         """One read, now. Raises: Unavailable. TimeoutError: it goes on, and the window is closed when it rests."""
         source = self._files[file_id].span(offset, len(buffer))
         self._reads, self._bytes_read = self._reads + 1, self._bytes_read + len(buffer)
         transfer = self._mover.submit([Move(source, MemorySpan(buffer))])
         try:
-            self._awaited(transfer.wait, timeout_s)
+            self._awaited(transfer.wait, ends_s - time.monotonic())
         except TimeoutError:
             window.close([transfer])
             raise

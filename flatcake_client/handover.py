@@ -21,7 +21,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -110,10 +110,13 @@ class Handover:
 
     def arena(self, arena_bytes: int, timeout_s: float) -> NDArray[np.uint8]:
         """The node's arena, writable, mapped at the first call. Raises: Unavailable: it cannot be had."""
-        with self._lock:
+        deadline_s = time.monotonic() + timeout_s
+        if self._arena is not None:
+            return self._arena
+        with self._turn(deadline_s):
             if self._arena is not None:
                 return self._arena
-            _, fds = self._ask(Request(Verb.ARENA), timeout_s)
+            _, fds = self._ask(Request(Verb.ARENA), deadline_s)
             try:
                 if len(fds) != 1 or os.fstat(fds[0]).st_size < arena_bytes or arena_bytes < 1:
                     raise Unavailable(f"the daemon has no arena of {arena_bytes} bytes to give")
@@ -131,9 +134,8 @@ class Handover:
         found = Descriptors({})
         more = True
         while more:
-            with self._lock:
-                request = Request(verb, subject_id, len(found.files))
-                reply, fds = self._ask(request, deadline_s - time.monotonic())
+            with self._turn(deadline_s):
+                reply, fds = self._ask(Request(verb, subject_id, len(found.files)), deadline_s)
             for file_id, direct, fd in zip(reply.file_ids, reply.direct, fds, strict=True):
                 found.files[file_id] = OpenFile(fd, direct, device_number(fd))
             more = reply.more and bool(fds)
@@ -157,9 +159,18 @@ class Handover:
         if hasattr(self, "_socket"):
             self._socket.close()
 
-    def _ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[int]]:
-        """One question and its answer, as many descriptors as file ids. The caller holds the lock."""
-        deadline_s = time.monotonic() + timeout_s
+    @contextlib.contextmanager
+    def _turn(self, deadline_s: float) -> Iterator[None]:
+        """The lock, which another caller may have until its own deadline. Raises: Unavailable: not in time."""
+        if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise Unavailable("the daemon is being asked for descriptors by another thread, and does not answer")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _ask(self, request: Request, deadline_s: float) -> tuple[Reply, list[int]]:
+        """One question and its answer, as many descriptors as file ids. The caller has its turn."""
         try:
             if self._owed:
                 self._settimeout(deadline_s)
@@ -171,7 +182,7 @@ class Handover:
             reply, fds = self._receive()
             self._owed = False
         except TimeoutError as error:
-            raise Unavailable(f"the daemon handed over no descriptors within {timeout_s:.3g} s") from error
+            raise Unavailable("the daemon handed over no descriptors in time") from error
         except (OSError, ValueError) as error:
             # Not closed here: it may live on (no room for descriptors, an answer we cannot read), and at its end the daemon
             # gives the space of turns away that are being written through it. Who owns us closes when they are over.

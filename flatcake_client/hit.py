@@ -141,8 +141,11 @@ class Hit:
         self._restores.append(restore)
         return restore
 
-    def release(self) -> None:
-        """Give the lease back and end the hit's restores. Twice is fine; raises nothing. In a forked child: nothing."""
+    def release(self, wait_s: float = RELEASE_WAIT_S) -> None:
+        """Give the lease back and end the hit's restores. Twice is fine; raises nothing. In a forked child: nothing.
+
+        Args: wait_s: for the daemon's answer.
+        """
         if self._client.forked():
             return
         # First of all: whoever still reads, or begins to, in another thread hears of the end before the descriptors go.
@@ -160,9 +163,7 @@ class Hit:
         connection = self._connection
         if mine and self.lease.lease_id and connection is not None and not connection.lost():
             with contextlib.suppress(FlatCakeError):
-                connection.rpc.release(
-                    connection.welcome, [self.lease.lease_id], self._client.timeout_s, RELEASE_WAIT_S
-                )
+                connection.rpc.release(connection.welcome, [self.lease.lease_id], self._client.timeout_s, wait_s)
 
     def __enter__(self) -> Self:
         return self

@@ -266,11 +266,12 @@ class Restore:
                 progress.stop(Unavailable("the lease on the hit has ended: its bytes may be gone"))
             else:
                 wait_s = min(left_s, lease.renew_in_s, *(path.renew_in_s for path in self._remote))
+                ends_s = self._now_s() + wait_s
                 for each in self._paths:
-                    each.ahead(wait_s)
+                    each.ahead(max(0.0, ends_s - self._now_s()))
                 behind = min(range(len(self._paths)), key=lambda index: self._paths[index].layers_done)
                 began_s = self._now_s()
-                self._step(self._paths[behind], wait_s)
+                self._step(self._paths[behind], max(0.0, ends_s - began_s))
                 self._waited_s[behind] += self._now_s() - began_s
                 self._say_ending()
         if progress.over or self._done(progress.layers - 1):

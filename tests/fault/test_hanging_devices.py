@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +14,15 @@ import pytest
 from hits import FakeHit, Movers
 from homes import FakeHome
 from images import Chain
-from waiting import until
+from waiting import pause, until
 
 from flatcake_client import file_path
+from flatcake_client.lease import Lease
 from flatcake_client.restore import ReadTools, Restore
 from flatcake_client.writer import Turn, WriteTools
 from flatcake_transport.movers import pool, posix
 from flatcake_transport.space import SpaceSpec
-from flatcake_transport.window import StagingPool, device_number
+from flatcake_transport.window import StagingPool, Window, device_number
 
 SPEC = SpaceSpec("m", "u8", 4, (64 << 10, 64 << 10))
 HANGING, HEALTHY = 1, 2
@@ -32,6 +35,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.fds: set[int] = set()
+        self.failing = False
         self.waiting = 0
         for name in ("_preadv", "_pwritev"):
             monkeypatch.setattr(posix, name, self._gated(getattr(posix, name)))
@@ -41,6 +45,8 @@ class Gate:
             if fd in self.fds:
                 self.waiting += 1
                 self.open.wait()
+                if self.failing:
+                    raise OSError(errno.EIO, "told to fail")
             return real(fd, memory, offset)
 
         return command
@@ -191,3 +197,47 @@ def test_a_device_with_a_descriptor_of_its_own_is_itself(monkeypatch) -> None:
         assert device_number(real) == status.st_rdev != status.st_dev
     finally:
         os.close(real)
+
+
+def test_slow_reads_in_a_row_have_one_deadline_together(tmp_path, gate, movers, monkeypatch) -> None:
+    """Footers here: each by itself would come in time."""
+    hit = hit_on(gate, tmp_path / "hit", dict.fromkeys(range(1, 41), HEALTHY))
+    hit.verify = True
+    real = posix._preadv
+
+    def slow(fd, memory, offset):
+        pause(0.2)
+        return real(fd, memory, offset)
+
+    monkeypatch.setattr(posix, "_preadv", slow)
+    started_s = time.monotonic()
+    restore, _ = begin(hit, movers.reading(hit), 0.3)
+    assert restore.wait() <= 4
+    assert time.monotonic() - started_s < 4.0, "40 footers take 8 s"
+    until(lambda: not restore.moving())
+    hit.close()
+
+
+def test_closing_is_heard_while_a_window_is_waited_for_to_find_out_what_failed(tmp_path, gate, movers) -> None:
+    hit = hit_on(gate, tmp_path / "hit", {1: HANGING})
+    hit.lease = Lease(7, 1e6, hit.clock(), lambda *_: True, lambda: False, now_s=hit.clock)
+    tools = movers.reading(hit)
+    restore, _ = begin(hit, tools, 600.0)
+    waiting = threading.Thread(target=restore.wait, daemon=True)
+    waiting.start()
+    until(lambda: gate.waiting)
+    other: list[Window] = []
+    taking = threading.Thread(target=lambda: other.append(tools.staging.open_window(60.0)), daemon=True)
+    taking.start()
+    until(lambda: tools.staging.stats().waits)
+    gate.failing = True
+    gate.open.set()
+    taking.join(30)
+    until(lambda: tools.staging.stats().waits == 2)  # the read failed; it is to be tried alone, when there is a window
+    closing = threading.Thread(target=restore.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    other[0].close()
+    waiting.join(30)
+    hit.close()

@@ -19,6 +19,7 @@ from waiting import pause, until
 
 import flatcake_client as fc
 from flatcake_client import handover
+from flatcake_client import hit as hit_module
 from flatcake_client.rpc import SILENCE_MIN_S
 from flatcake_transport.address import Medium
 from flatcake_transport.movers import posix
@@ -339,3 +340,15 @@ def test_a_release_without_answer_ends_no_silence(daemon, client):
     releasing.join(30)
     stall.set()
     assert client._rpc._silent_until_s == silent_until_s
+
+
+def test_close_takes_its_time_and_no_more_though_nobody_answers(daemon, client):
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 3))
+    hits = [kv.space.lookup(kv.space.keys(kv.tokens(1, 3))) for _ in range(60)]
+    assert all(hit.blocks == 3 for hit in hits)
+    stall = daemon.fail["release"] = threading.Event()
+    started_s = time.monotonic()
+    client.close(0.1)
+    assert time.monotonic() - started_s < 60 * hit_module.RELEASE_WAIT_S / 2
+    stall.set()

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from fake_daemon import FakeDaemon
+from waiting import until
 
 from flatcake_client.handover import Descriptors, Handover
 from flatcake_client.rpc import Rpc
@@ -89,9 +90,9 @@ def test_what_has_ended_is_refused(handover):
 def test_a_late_answer_is_not_taken_for_the_next(daemon, handover):
     add_files(daemon, 2)
     stall = daemon.fail["hand"] = threading.Event()
-    with pytest.raises(Unavailable, match="within"):
+    with pytest.raises(Unavailable, match="in time"):
         handover.files(Verb.TURN, 1, 0.01)
-    with pytest.raises(Unavailable, match="within"):
+    with pytest.raises(Unavailable, match="in time"):
         handover.files(Verb.TURN, 1, 0.01)
     assert not handover.lost(), "a slow daemon has not taken anything back"
     del daemon.fail["hand"]
@@ -160,3 +161,25 @@ def test_descriptors_stay_open_under_a_transfer():
     moving.rests = True
     linger.sweep()
     assert not is_open(read_end)
+
+
+def test_who_asks_waits_no_longer_than_its_own_time_for_another_that_asks(daemon, handover):
+    stall = daemon.fail["hand"] = threading.Event()
+    patient = threading.Thread(target=lambda: handover.files(Verb.TURN, 1, 60.0), daemon=True)
+    patient.start()
+    until(lambda: handover._owed)
+    hasty: list[Exception] = []
+
+    def ask() -> None:
+        for call in (lambda: handover.files(Verb.TURN, 1, 0.05), lambda: handover.arena(4096, 0.05)):
+            try:
+                call()
+            except Unavailable as error:
+                hasty.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(5)  # the daemon stalls for ten seconds
+    assert len(hasty) == 2
+    stall.set()
+    patient.join(30)
