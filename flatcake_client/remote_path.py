@@ -145,21 +145,21 @@ class LeasedFiles:
     def __init__(self, connection: Connection, local_lease_id: int, node_id: int, lease: Lease) -> None:
         self._connection = connection
         self._local_lease_id = local_lease_id
-        self._node_id = node_id
+        self.node_id = node_id
         self._lease = lease
 
     def stage(self, ranges: Sequence[FileRange], timeout_s: float) -> StagedRanges:
         self._lease.check()
         connection = self._connection
         try:
-            return connection.rpc.stage(connection.welcome, self._local_lease_id, self._node_id, ranges, timeout_s)
+            return connection.rpc.stage(connection.welcome, self._local_lease_id, self.node_id, ranges, timeout_s)
         except ValueError as error:
-            raise Unavailable(f"node {self._node_id} does not serve what it named: {error}") from error
+            raise Unavailable(f"node {self.node_id} does not serve what it named: {error}") from error
 
     def unstage(self, staged_ids: Sequence[int]) -> None:
         connection = self._connection
         if self._lease.alive():  # else they have ended with it
             with contextlib.suppress(FlatCakeError, ValueError):
                 connection.rpc.unstage(
-                    connection.welcome, self._local_lease_id, self._node_id, staged_ids, UNSTAGE_TIMEOUT_S
+                    connection.welcome, self._local_lease_id, self.node_id, staged_ids, UNSTAGE_TIMEOUT_S
                 )

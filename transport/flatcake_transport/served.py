@@ -42,6 +42,9 @@ class StagedRanges:
 class RangeServer(Protocol):
     """One node's files, for one lease. Thread-safe. Calls are round trips."""
 
+    @property
+    def node_id(self) -> int: ...
+
     def stage(self, ranges: Sequence[FileRange], timeout_s: float) -> StagedRanges:
         """At most `RANGES_MAX` ranges of `STAGED_BYTES_MAX` bytes in all.
 

@@ -12,6 +12,7 @@ from conformance.movers import Setting, check_life
 
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, MoverStats
+from flatcake_transport.movers import pool
 from flatcake_transport.movers.pool import Batch
 from flatcake_transport.movers.posix import PosixMover
 from flatcake_transport.movers.ucx_staged import BySpan, StagedMover
@@ -24,6 +25,8 @@ MIB = 1 << 20
 
 class Node:
     """A `RangeServer` with two slots, and the mover that gets from them."""
+
+    node_id = 1
 
     def __init__(self, files: dict[int, np.ndarray]) -> None:
         self.files = files
@@ -171,6 +174,25 @@ def test_no_room_is_waited_for(node, mover):
     node.free = held
     late.wait(10)
     assert mover.stats().fallbacks["no room there yet"] >= 1
+
+
+def test_a_node_without_room_holds_up_no_other_and_is_waited_for(node, gets, monkeypatch):
+    monkeypatch.setattr(pool, "HANGS_S", 0.0)
+    mover = made(gets, patience_s=1000.0, threads=2)
+    full = Node(node.files)
+    full.node_id, held, full.free = 2, full.free, []
+    waiting = [mover.submit([move(full, 1, n * PAGE, PAGE)]) for n in range(4)]
+    while not full.refusals:
+        assert not any(transfer.done() for transfer in waiting)
+    waiting.append(mover.submit([move(full, 1, 0, PAGE)]))
+    served = move(node, 1, 0, PAGE)
+    mover.submit([served]).wait(10)
+    assert arrived(node, served)
+    assert not any(transfer.done() for transfer in waiting)
+    full.free = held
+    for transfer in waiting:
+        transfer.wait(10)
+    mover.close()
 
 
 def test_patience_ends(node, gets):

@@ -159,8 +159,8 @@ class _Line:
 class _Lines:
     """What the threads of `Commands` share. A device has a line while something of it waits or is under way."""
 
-    def __init__(self, name: str, under_way_max: int, bytes_max: int) -> None:
-        self._name, self._under_way_max, self._bytes_max = name, under_way_max, bytes_max
+    def __init__(self, name: str, under_way_max: int, bytes_max: int, *, patient: bool) -> None:
+        self._name, self._under_way_max, self._bytes_max, self._patient = name, under_way_max, bytes_max, patient
         self.changed = threading.Condition()  # taken again where the owner is collected under it
         self.closed = False
         self.process_id = os.getpid()
@@ -198,7 +198,7 @@ class _Lines:
 
     def _hangs(self, device: int) -> bool:
         line = self._of.get(device)
-        return line is not None and line.hangs()
+        return not self._patient and line is not None and line.hangs()
 
     def _give_up(self, devices: Collection[int]) -> list[tuple[Batch, Task]]:
         return [each for device in devices if self._hangs(device) for each in self._of[device].waiting.clear()]
@@ -288,11 +288,14 @@ class Commands:
     Threads are started when none is idle, `THREADS_MAX` at most: as many commands can hang before other devices wait.
     """
 
-    def __init__(self, name: str, under_way_max: int, bytes_max: int) -> None:
-        """`under_way_max`, `bytes_max`: of commands under way to one device. Raises: ValueError: none."""
+    def __init__(self, name: str, under_way_max: int, bytes_max: int, *, patient: bool = False) -> None:
+        """`under_way_max`, `bytes_max`: of commands under way to one device. `patient`: none is said to hang.
+
+        Raises: ValueError: no commands.
+        """
         if under_way_max < 1:
             raise ValueError(f"{name} with {under_way_max} threads: expected 1 or more")
-        self._lines = _Lines(name, under_way_max, bytes_max)
+        self._lines = _Lines(name, under_way_max, bytes_max, patient=patient)
         self._stop = weakref.finalize(self, self._lines.close)
 
     def submit(self, commands: Sequence[Command], *, yields: bool = False) -> Batch:

@@ -3,7 +3,8 @@
     served span -> memory span     stage there, get, unstage
 
 Moves of one call are cut into pieces and packed, so that one staging brings many small reads; a few threads keep as many
-stagings under way, each of which waits for two round trips and a disk. A staging that finds no room waits and asks again:
+stagings under way at each node, each of which waits for two round trips and a disk: a node that is slow, or has no room, holds up no
+other. A staging that finds no room waits and asks again:
 nothing is given up for lack of staging, as long as the lease lives and `patience_s` is not over.
 
 What a get brought is trusted only if it landed while the staged bytes stood; then the lease and the checksums have their say, as
@@ -22,7 +23,7 @@ from typing import Any, Final
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.layout import ALIGN_BYTES
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, Mover, MoverStats, Region, Transfer
-from flatcake_transport.movers.pool import Batch, Task, Workers
+from flatcake_transport.movers.pool import Batch, Command, Commands
 from flatcake_transport.paged import contiguous_bytes
 from flatcake_transport.remote import RemoteSpan
 from flatcake_transport.served import RANGES_MAX, STAGED_BYTES_MAX, FileRange, RangeServer, ServedSpan
@@ -44,6 +45,7 @@ class StagedMover:
         gets: moves remote memory; not ours to close.
         stage_timeout_s: of one round trip.
         patience_s: how long a piece asks again where there is no room.
+        threads: stagings under way at one node.
     """
 
     def __init__(
@@ -60,9 +62,8 @@ class StagedMover:
             raise ValueError(f"{threads} threads: expected 1 or more")
         self._gets = gets
         self._stage_timeout_s, self._patience_s = stage_timeout_s, patience_s
-        self._threads = threads
         self._now_s = now_s
-        self._workers = Workers("staged", threads)
+        self._lines = Commands("staged", threads, threads * STAGED_BYTES_MAX, patient=True)
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._moves = self._commands = self._bytes = self._failures = self._waits = 0
@@ -85,11 +86,12 @@ class StagedMover:
             for at in range(0, source.size_bytes, STAGED_BYTES_MAX):
                 size = min(STAGED_BYTES_MAX, source.size_bytes - at)
                 pieces.append(_Piece(FileRange(source.file_id, source.offset + at, size), target[at : at + size]))
-        tasks: list[Task] = [
-            partial(self._bring, server, packed) for server, pieces in by_server.values() for packed in _packed(pieces)
+        commands: list[Command] = [
+            (server.node_id, sum(piece.source.size_bytes for piece in packed), partial(self._bring, server, packed))
+            for server, pieces in by_server.values()
+            for packed in _packed(pieces)
         ]
-        batch = Batch(tasks)
-        self._workers.share(batch, min(self._threads, len(tasks)))
+        batch = self._lines.submit(commands)
         with self._lock:
             self._moves += len(moves)
         return batch
@@ -145,7 +147,7 @@ class StagedMover:
 
     def close(self) -> None:
         self._closing.set()
-        self._workers.close()
+        self._lines.close()
 
 
 class BySpan:
