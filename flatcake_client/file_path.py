@@ -30,7 +30,6 @@ from flatcake_transport.plan import FileRun, Piece, Step, one_by_one, plan_resto
 from flatcake_transport.window import Readable, ReadStream, StagingPool, Window, aligned_buffer
 
 ENDING_BYTES: Final = 8 << 20  # some 3 ms of reading: what another restore takes from its beginning to its first read
-FILES_TIMEOUT_S: Final = 5.0  # a daemon that hands nothing over in this is a miss, and holds up no close for longer
 HUNG_S: Final = 2.0  # a wait for one read after which another restore may begin beside it
 LOOK_S: Final = 0.1  # how long one waits for a read before it looks whether that is still wanted
 RETRIES_MAX: Final = 2  # of reads that fail together and succeed one by one
@@ -201,7 +200,7 @@ class FilePath:
         self._drop_cut()
         if not self._files and self._runs:
             try:
-                self._files = self._files_of(min(timeout_s, FILES_TIMEOUT_S))
+                self._files = self._files_of(timeout_s)
             except Unavailable as error:
                 self._progress.cut(self._runs[0].position, error)
         for placed in self._runs:

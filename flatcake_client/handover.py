@@ -44,6 +44,7 @@ from flatcake_transport.handoff import (
 from flatcake_transport.mover import Transfer
 from flatcake_transport.window import OpenFile, device_number
 
+ANSWER_S: Final = 5.0  # a daemon that hands nothing over in this is a miss, and holds up no close for longer
 _INT_BYTES: Final = array.array("i").itemsize
 
 
@@ -110,7 +111,7 @@ class Handover:
 
     def arena(self, arena_bytes: int, timeout_s: float) -> NDArray[np.uint8]:
         """The node's arena, writable, mapped at the first call. Raises: Unavailable: it cannot be had."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + min(timeout_s, ANSWER_S)
         if self._arena is not None:
             return self._arena
         with self._turn(deadline_s):
@@ -130,7 +131,7 @@ class Handover:
 
     def files(self, verb: Verb, subject_id: int, timeout_s: float) -> Descriptors:
         """All session files of a lease (to read) or a turn (to write). Raises: Unavailable: it has ended, or no answer."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + min(timeout_s, ANSWER_S)
         found = Descriptors({})
         more = True
         while more:

@@ -106,7 +106,7 @@ class Turn:
         self.transfers: list[Transfer] = []  # writes that have not come to rest: one list for the turn's life
         self._failure: FlatCakeError | None = None
         self._torn = False  # a write failed: the file's state is unknown
-        self._over = False
+        self._over = self._unwanted = False
         self.parts = grant.parts
         self.session = grant.session
         self.blocks = range(grant.parts[0].first_block, grant.parts[-1].first_block + grant.parts[-1].blocks) if (
@@ -191,11 +191,16 @@ class Turn:
         """
         if self._forked():
             return
-        with self._lock:
+        deadline_s = self._now_s() + timeout_s
+        self._unwanted = True  # heard by a write that waits for staging, lock in hand
+        if not self._lock.acquire(timeout=timeout_s):
+            return  # somebody waits for the daemon, or commits: the turn is over when that fails, or is lost
+        try:
             if not self._over:
-                deadline_s = self._now_s() + timeout_s
-                self._harvest(timeout_s)
+                self._harvest(max(0.0, deadline_s - self._now_s()))
                 self._give_up(min(ABORT_TIMEOUT_S, max(0.0, deadline_s - self._now_s())))
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -296,7 +301,7 @@ class Turn:
     def _open_window(self, staging: StagingPool, deadline_s: float) -> Window:
         """A window whose writes have landed. Raises: Yielded: other writes had them all until the deadline."""
         try:
-            return staging.open_window(deadline_s - self._now_s())
+            return staging.open_window(deadline_s - self._now_s(), lambda: not self._unwanted)
         except Overloaded as error:
             raise Yielded(f"writes yielded to other traffic: {error}") from error
 

@@ -9,6 +9,7 @@ import pytest
 from fake_daemon import FakeDaemon
 from waiting import until
 
+from flatcake_client import handover as handover_module
 from flatcake_client.handover import Descriptors, Handover
 from flatcake_client.rpc import Rpc
 from flatcake_transport.errors import Unavailable
@@ -183,3 +184,12 @@ def test_who_asks_waits_no_longer_than_its_own_time_for_another_that_asks(daemon
     assert len(hasty) == 2
     stall.set()
     patient.join(30)
+
+
+def test_a_daemon_that_hands_nothing_over_holds_up_no_long_transfer(daemon, handover, monkeypatch):
+    monkeypatch.setattr(handover_module, "ANSWER_S", 0.05)
+    stall = daemon.fail["hand"] = threading.Event()
+    for call in (lambda: handover.files(Verb.TURN, 1, 600.0), lambda: handover.arena(4096, 600.0)):
+        with pytest.raises(Unavailable, match="in time"):
+            call()
+    stall.set()

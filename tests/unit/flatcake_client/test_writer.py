@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 import pytest
 from homes import FakeHome, Gate
+from waiting import until
 
 from flatcake_client import writer
 from flatcake_client.records import Grant
@@ -183,6 +185,24 @@ def test_no_staging_drops_the_write(make, gate, home):
         turn.commit()
     assert home.linger.settle(5)
     assert home.aborted == [""], "nothing was torn, so nothing is sealed"
+
+
+def test_a_write_that_waits_for_staging_hears_that_the_turn_is_given_up(make, gate, home):
+    gate.open.clear()
+    turn = make(windows=1)
+    turn.write_layer(0, PAGES, [0, 1, 2, 3])
+    writing = threading.Thread(target=turn.write_layer, args=(1, PAGES, [0, 1, 2, 3], 600.0), daemon=True)
+    writing.start()
+    until(lambda: turn._tools_of(PAGES).staging.stats().waits)
+    giving_up = threading.Thread(target=turn.abort, args=(60.0,), daemon=True)
+    giving_up.start()
+    writing.join(20)
+    assert not writing.is_alive()
+    gate.open.set()
+    giving_up.join(20)
+    assert not giving_up.is_alive()
+    assert home.linger.settle(5)
+    assert home.aborted == [""]
 
 
 def test_a_commit_without_answer_gives_the_space_back(make, home):
