@@ -294,9 +294,8 @@ async def check_files(store: Store) -> list[str]:
             continue
         try:
             wrong, stray = await _compare_files(store, disk)
-            if wrong or stray:  # what was under way during the look is over at the next
-                wrong_again, stray_again = await _compare_files(store, disk)
-                wrong, stray = [one for one in wrong if one in wrong_again], stray & stray_again
+            if stray:  # one that came and went during the look is not there at the next
+                stray &= (await _compare_files(store, disk))[1]
         except FlatCakeError as error:
             findings.append(f"{disk.path}: cannot be listed: {error}")
             continue
@@ -322,11 +321,12 @@ async def _compare_files(store: Store, disk: Disk) -> tuple[list[str], set[FileI
 
 
 async def _files_of(store: Store, disk: Disk) -> dict[FileId, int]:
+    """Lengths, but of those that are being cut: theirs are known before the disk has them."""
     files: dict[FileId, int] = {}
     pace = Pace()
     for session in list(store.catalog.sessions.values()):
         if session.pool == disk.pool and not session.gone:
-            files.update((file.file_id, file.size_bytes) for file in session.files)
+            files |= {f.file_id: f.size_bytes for f in session.files if f.base + f.size_bytes not in disk.releasing}
         await pace.rest()
     return files
 

@@ -276,6 +276,8 @@ class Cluster:
 
     def _refusal(self) -> str:
         """Why no peer is served now, or nothing. One that is cut off serves on: only its number may be another's."""
+        if self.membership.state(self._now_s()) is State.LEFT:
+            return "this node is leaving"
         if self.membership.holder is not None:
             return self._refused or f"node {self.membership.me.node_id} is another one now"
         return ""

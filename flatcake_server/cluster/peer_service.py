@@ -145,6 +145,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self.counts["strangers"] += not known
         if not known or not self._nonces.take(shake.asker, request.nonce):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "greet first, and with the cluster's token")
+        await self._serves(context)
         async with Edge(context, self._timings, "peer_attach"):
             client_id = self._client_of(shake)
         for peer_id, other in list(self._attached.items()):
@@ -256,6 +257,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if attached is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "attach first")
         assert attached is not None
+        await self._serves(context)
+        return attached.client_id
+
+    async def _serves(self, context: Context) -> None:
         if reason := self._refused():
             await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
-        return attached.client_id

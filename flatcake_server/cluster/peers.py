@@ -80,6 +80,8 @@ class Peers:
         self._links: dict[int, Link] = {}
         self._linking: dict[int, asyncio.Task[Link]] = {}
         self._pauses: dict[int, tuple[Member, float, float]] = {}  # until when, and how long
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._closed = False
         self.calls: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -165,9 +167,12 @@ class Peers:
         await self._link(member)
 
     async def close(self) -> None:
+        """End all links, and make none any more. Twice is fine."""
+        self._closed = True
         await end(self._linking.values())
         for link in list(self._links.values()):
             self._drop(link)
+        await end(self._watchers)
 
     # -- links -----------------------------------------------------------------------------------------------------
 
@@ -184,6 +189,8 @@ class Peers:
         link = self._links.get(member.node_id)
         if link is not None and link.member == member:
             return link
+        if self._closed:
+            raise Unavailable("this node is leaving")
         task = self._linking.get(member.node_id)
         if task is None:
             task = asyncio.ensure_future(self._attach(member))
@@ -207,6 +214,8 @@ class Peers:
         self._links[member.node_id] = link
         self._pauses.pop(member.node_id, None)
         link.watcher = asyncio.ensure_future(self._watch(link))
+        self._watchers.add(link.watcher)
+        link.watcher.add_done_callback(self._watchers.discard)
         if ended := set(named).difference(self._held(member)):  # given back while we attached
             await self.give_back(member.node_id, member.incarnation, list(ended))
         return link
@@ -266,6 +275,8 @@ class Peers:
             self._pause(link.member)
         except grpc.RpcError as error:
             log.debug("the stream of node %d ended: %s", link.member.node_id, _said(error))
+        except Exception:
+            log.exception("the stream of node %d ended in a way nobody foresaw", link.member.node_id)
         log.info("the link to node %d ended", link.member.node_id)
         self._drop(link)
 

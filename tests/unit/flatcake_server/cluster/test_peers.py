@@ -16,6 +16,7 @@ from wire import Refused
 from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc, store_pb2, store_pb2_grpc
 from flatcake_server.app import Node
 from flatcake_server.cluster import cluster as cluster_module
+from flatcake_server.cluster.credentials import Secrets
 from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.peers import Peers
 from flatcake_server.rpc_admin import AdminClient
@@ -285,5 +286,59 @@ def test_other_clusters_and_formats_are_no_members(tmp_path):
             with pytest.raises(Unavailable, match="does not let us attach"):
                 await differs.attach(one.member())
             assert not differs.usable(one.member()), "it is left alone for a moment"
+
+    run(work())
+
+
+class Life:
+    """A stream whose end nobody foresaw, when it is let go on."""
+
+    def __init__(self) -> None:
+        self.ends = asyncio.Event()
+
+    async def read(self) -> None:
+        await self.ends.wait()
+        raise KeyError("the test broke it")
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_stream_that_ends_in_a_way_nobody_foresaw_ends_its_link(monkeypatch, caplog):
+    """It would look linked for ever, and nothing could be renewed through it."""
+    life = Life()
+
+    async def enter(*_):
+        return peer_pb2.Attached(peer_id=1), life, ()
+
+    async def work() -> None:
+        me, owner = Member(1, b"1" * 16, ""), Member(2, b"2" * 16, "127.0.0.1:1")
+        peers = Peers(me, "c", Secrets(), 30.0, 1 << 20, held=lambda _: (), now_s=lambda: 0.0)
+        monkeypatch.setattr(Peers, "_enter", enter)
+        await peers.attach(owner)
+        assert peers.linked(owner)
+        life.ends.set()
+        await soon(lambda: not peers.linked(owner))
+        assert "the test broke it" in caplog.text
+        life.ends.clear()
+        await peers.attach(owner)
+        (watcher,) = peers._watchers
+        await peers.close()
+        assert (watcher.done(), len(peers)) == (True, 0)
+        with pytest.raises(Unavailable, match="this node is leaving"):
+            await peers.attach(owner)
+
+    run(work())
+
+
+def test_who_leaves_lets_nobody_attach_any_more(tmp_path):
+    """Else its end would wait for streams that began meanwhile."""
+
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+            two.cluster.membership.leave()
+            one.cluster.peers.keep([])
+            with pytest.raises(Unavailable, match="this node is leaving"):
+                await one.cluster.peers.attach(two.member())
 
     run(work())
