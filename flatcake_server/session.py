@@ -185,6 +185,14 @@ class SessionFiles:
         with _unavailable(f"{self._sessions} cannot be listed"):
             return {file_id: entry.stat(follow_symlinks=False).st_size for file_id, entry in walk_files(self.root)}
 
+    def is_gone(self, file_id: FileId) -> bool:
+        """Whether the file system says so: one that it cannot tell of may be there."""
+        try:
+            self.path_of(file_id).stat()
+        except OSError as error:
+            return error.errno == errno.ENOENT
+        return False
+
     def allocated_bytes(self, file_id: FileId) -> int:
         """Bytes the file takes on the disk; fewer than its length where it is sparse. Raises: Unavailable."""
         with _unavailable(f"{self.path_of(file_id)} cannot be examined"):

@@ -195,7 +195,7 @@ class Store:
         self.counts["files_unopened"] += 1
         log.warning("session file %x could not be opened for a reader: %s", file_id, error)
         disk = self._files_of_lease.get(lease_id, {}).pop(file_id, None)
-        if disk is None or disk.failure or await disk.run(disk.files.path_of(file_id).exists):
+        if disk is None or disk.failure or not await disk.run(disk.files.is_gone, file_id):
             return
         lease = self.leases.get(lease_id)
         sessions = [self.catalog.sessions.get(SessionNo(no)) for no in lease.sessions] if lease else []

@@ -242,6 +242,9 @@ class RemoteLookup:
             except (FlatCakeError, TimeoutError) as error:
                 log.info("leases of node %d are not renewed: %s", owner[0], error)
                 return
+            except Exception:
+                log.exception("leases of node %d are not renewed, for a reason nobody foresaw", owner[0])
+                return
             for lease_id, loan in loans.items():
                 if loan.lease_id in living:
                     self.loans.renewed(lease_id, loan, asked_s)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from core import Core, chain
@@ -271,8 +273,9 @@ def test_one_space_too_many_costs_the_one_used_least_recently_a_second_opening(t
     core.close()
 
 
-@pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
-def test_a_file_that_cannot_be_opened_costs_a_reader_its_blocks_only(core, monkeypatch, gone):
+@pytest.mark.parametrize("state", ["there", "gone", "not to be told"])
+def test_a_file_that_cannot_be_opened_costs_a_reader_its_blocks_only(core, monkeypatch, state):
+    gone = state == "gone"
     path = [1, 2, 3, 4, 5, 6, 7]
     for blocks, session in ((2, "s"), (6, "t"), (7, "u")):
         core.put(ONE, path[:blocks], session=session)
@@ -290,7 +293,15 @@ def test_a_file_that_cannot_be_opened_costs_a_reader_its_blocks_only(core, monke
             raise Unavailable("the test broke the open")
         return real(file_id)
 
+    def stat(path, **options):
+        if path == files.path_of(second):
+            raise OSError(errno.EIO, "the test broke it")
+        return real_stat(path, **options)
+
     monkeypatch.setattr(files, "open_read", open_read)
+    real_stat = Path.stat
+    if state == "not to be told":
+        monkeypatch.setattr(Path, "stat", stat)
 
     def ask(start):
         reply, fds = core.do(handover._answer(core.clients[0], Request(Verb.LEASE, lease, start)))
@@ -301,6 +312,7 @@ def test_a_file_that_cannot_be_opened_costs_a_reader_its_blocks_only(core, monke
 
     assert ask(0) == ((first, third), False)
     assert ask(1) == ((third,), False)
+    monkeypatch.setattr(Path, "stat", real_stat)
     assert core.store.counts["files_unopened"] == 1, "it is tried once a lease"
     assert core.store.lookup(core.clients[0], ONE.fingerprint, chain(ONE, path), pin=False).runs[
         -1
