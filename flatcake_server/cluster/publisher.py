@@ -24,6 +24,7 @@ AUDIT_S: Final = 60.0
 AUDIT_KEYS: Final = 64  # of a directory that lost a tenth, one of them is missing in 999 of 1,000 looks
 # While the directory is gone, what came and went meanwhile would pile up; beyond this it stays there as a stale entry.
 PENDING_MAX: Final = 1 << 20
+MERGED_MAX: Final = 1 << 11  # keys touched when all is to be told again: under a millisecond of the loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class Publisher:
         self._audit_s, self._audit_keys = audit_s, audit_keys
         self._pending: OrderedDict[bytes, bool] = OrderedDict()
         self._published: OrderedDict[bytes, None] = OrderedDict()  # those that were not looked for longest come first
-        self._again: OrderedDict[bytes, None] = OrderedDict()  # were published, and are told again before all wishes
+        # Were published, and are told again before all wishes, the first part first; few parts, each of many keys.
+        self._again: list[OrderedDict[bytes, None]] = []
         self._flying: Batch | None = None
         self._puts_flying: frozenset[bytes] = frozenset()
         self._doubtful = False  # the batch in flight may have been lost with the directory's data
@@ -88,15 +90,16 @@ class Publisher:
         for key in anchors:
             if key in self._puts_flying:
                 self._pending.pop(key, None)
-            elif key not in self._published and key not in self._again:
+            elif key not in self._published and not any(key in part for part in self._again):
                 self._pending[key] = True
 
     def remove(self, anchors: Iterable[bytes]) -> None:
         """They are held here no longer. Unknown ones are fine."""
         for key in anchors:
-            known = any(key in keys for keys in (self._published, self._again, self._pending, self._puts_flying))
-            self._published.pop(key, None)
-            self._again.pop(key, None)
+            told = [part for part in (self._published, *self._again) if key in part]
+            for part in told:
+                del part[key]
+            known = told or key in self._pending or key in self._puts_flying
             if known:
                 if len(self._pending) < self._pending_max or key in self._puts_flying:
                     self._pending[key] = False
@@ -106,12 +109,16 @@ class Publisher:
     def take(self, now_s: float) -> Batch | None:
         """What to tell now, or None: nothing is wished, the rate is used up, or a batch is in flight."""
         room = min(self._batch_max, self._earned(now_s))
+        self._again = [part for part in self._again if part]
         if self._flying is not None or room < 1 or not (self._pending or self._again):
             return None
-        puts: list[bytes] = list(islice(self._again, room))
+        puts: list[bytes] = []
         withdrawn: list[bytes] = []
-        for key in puts:
-            del self._again[key]
+        for part in self._again:
+            some = list(islice(part, room - len(puts)))
+            for key in some:
+                del part[key]
+            puts += some
         for key, wanted in list(islice(self._pending.items(), room - len(puts))):
             del self._pending[key]
             (puts if wanted else withdrawn).append(key)
@@ -139,17 +146,21 @@ class Publisher:
             if key not in self._pending:
                 self._pending[key] = False
                 self._pending.move_to_end(key, last=False)
+        if not self._again:
+            self._again.append(OrderedDict())
         for key in batch.puts:
             if key not in self._pending:
-                self._again[key] = None
-                self._again.move_to_end(key, last=False)
+                self._again[0][key] = None
+                self._again[0].move_to_end(key, last=False)
 
     def publish_again(self) -> None:
         """The directory may hold nothing of ours: all is told again. Of hundreds of thousands none is touched here."""
         self._doubtful = True
-        few, many = sorted((self._again, self._published), key=len)
-        many.update(few)  # few: what was told since the last time, or what was left of it
-        self._again, self._published = many, OrderedDict()
+        if self._again and len(self._published) <= MERGED_MAX:
+            self._again[-1].update(self._published)
+        else:
+            self._again.append(self._published)
+        self._published = OrderedDict()
 
     def audit(self, now_s: float) -> tuple[bytes, ...]:
         """Published anchors to look for in the directory now; the answer goes to `audited`. Empty: not yet."""
@@ -176,7 +187,7 @@ class Publisher:
         flying = len(self._flying) if self._flying else 0
         return PublisherStats(
             published=len(self._published),
-            pending=len(self._again) + len(self._pending) + flying,
+            pending=sum(map(len, self._again)) + len(self._pending) + flying,
             published_total=self._published_total,
             withdrawn_total=self._withdrawn_total,
             failed_total=self._failed_total,
@@ -185,7 +196,9 @@ class Publisher:
 
     def wants(self) -> set[bytes]:
         """All keys that will be in the directory once it has been told everything. For tests."""
-        held = {*self._published, *self._again} | {key for key in self._puts_flying if self._pending.get(key, True)}
+        held = {*self._published}.union(*self._again) | {
+            key for key in self._puts_flying if self._pending.get(key, True)
+        }
         return held | {key for key, wanted in self._pending.items() if wanted}
 
     def _earned(self, now_s: float) -> int:

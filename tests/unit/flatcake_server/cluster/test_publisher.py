@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flatcake_server.cluster.publisher import Publisher
+from flatcake_server.cluster.publisher import MERGED_MAX, Publisher
 
 AUDIT_S = 60.0
 
@@ -113,16 +113,41 @@ def test_a_directory_that_lost_its_data_is_told_all_also_what_was_on_its_way():
     assert {*told(publisher).puts, *told(publisher).puts} == {b"a", b"b", b"c"}
 
 
+class Key(bytes):
+    hashed = 0
+
+    def __hash__(self):
+        Key.hashed += 1
+        return bytes.__hash__(self)
+
+
+def test_telling_all_again_half_way_through_touches_few_keys():
+    """A directory that loses its data twice."""
+    half = 2 * MERGED_MAX
+    publisher = Publisher(1e9, batch_max=half)
+    keys = [Key(b"%05d" % n) for n in range(2 * half)]
+    publisher.add(keys)
+    told(publisher), told(publisher)
+    publisher.publish_again()
+    told(publisher)
+    before = Key.hashed
+    publisher.publish_again()
+    assert Key.hashed == before
+    told(publisher)
+    publisher.publish_again()
+    assert publisher.stats().pending == 2 * half
+    assert [key for _ in range(2) for key in told(publisher).puts] == keys, "those that wait longest come first"
+    publisher.publish_again()
+    publisher.remove(keys)
+    assert publisher.wants() == set()
+    assert [len(told(publisher).withdrawn) for _ in range(2)] == [half, half]
+    assert publisher.take(1e9) is None
+    publisher.publish_again()
+    assert publisher.take(1e9) is None, "there is nothing"
+
+
 def test_telling_all_again_touches_no_key_and_goes_before_what_is_new():
     """There are hundreds of thousands, and the event loop waits."""
-
-    class Key(bytes):
-        hashed = 0
-
-        def __hash__(self):
-            Key.hashed += 1
-            return bytes.__hash__(self)
-
     keys = [Key(b"%03d" % n) for n in range(300)]
     publisher = Publisher(1000, batch_max=100)
     publisher.add(keys)
