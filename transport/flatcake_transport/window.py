@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the constant is not in every Python's mmap
 _LINGER_POLL_S: Final = 0.01  # how long a waiter watches one transfer before it looks at all windows again
+_LIBC: Final = ctypes.CDLL(None)  # once: looking functions up anew costs ten calls
 _AT_EMPTY_PATH: Final = 0x1000  # linux/fcntl.h, linux/stat.h
 _AT_STATX_DONT_SYNC: Final = 0x4000
 _STATX_TYPE: Final = 1
@@ -275,7 +276,7 @@ def device_number(fd: int) -> int:
     """
     found = ctypes.create_string_buffer(_STATX_BYTES)
     try:
-        if ctypes.CDLL(None).statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
+        if _LIBC.statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
             return 0
     except AttributeError:  # an old libc
         return 0
