@@ -22,7 +22,7 @@ import numpy as np
 from _session import BLOCK_BYTES, Pages, open_space, restore, same, session_keys, write_session
 from _support import MIB, Compared, Node, Report, arguments, say, take_turns, timed_s
 from remote_lookup import redis_url
-from ucx import PlainSocket, get_s, receive
+from ucx import PlainSocket, get_s
 
 import flatcake_client as fc
 from flatcake_transport.movers.ucx import UcxMover
@@ -96,7 +96,7 @@ def main() -> None:
             args.rounds,
             partial(bring, near, keys),
             lambda _: get(),
-            partial(receive, plain, target),
+            partial(plain.receive_s, target),
             partial(bring, near, on_ssd),
             partial(bring, far, on_ssd),
         )

@@ -3,11 +3,18 @@
     python bench/ucx.py                        64 and 512 MiB in pieces of a plane's range, over TCP and over what UCX chooses
     FLATCAKE_UCX_LIB=system python bench/ucx.py
 
-`ours` is `UcxMover` with `UcxProcess` serving, into a window that was touched: the process that gets is a third one. `within` is
-the same get by the same code inside this process, which waits for nothing else: what a process of its own costs. `perftest` is UCX's own ucp_get with the
-same transport, options and piece, 16 outstanding, which spins on both sides and gets into one buffer again and again.
-`socket` is `sendall` and `recv_into` between two processes. They take turns; bests are compared. At two cores both ends and
-whatever else runs share them: look at the ratios.
+`get` is `UcxMover` with `UcxProcess` serving, into a window that was touched: the process that gets is a third one. `within` is
+the same get by the same code inside this process, which waits for nothing else: what a process of its own costs.
+`socket` is `sendall` and `recv_into` between two processes.
+
+`ucx_perftest` is UCX's own ucp_get with the same transport and options, which spins on both sides. It has one buffer of a message's
+size on each side and gets into it again and again. So with messages of a piece both buffers stay in the processor's caches, while a
+restore's bytes come from memory and go to memory; and private buffers are never written, so that what is read is one page of zeros.
+The figure is against one message of the whole size in shared memory, whose pages exist: the same bytes between as much memory.
+Beside it: `get` of one piece again and again against messages of that piece, and the whole against those, which compares two things.
+
+They take turns; bests are compared. Two spinning sides need two cores to themselves: where others work, as root, `chrt -r 1 python
+bench/ucx.py` comes before them; else look at the ratios only, over many rounds.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -38,12 +46,24 @@ from flatcake_transport.window import aligned_buffer
 
 TRANSPORTS = {"tcp": {"TLS": "tcp", "NET_DEVICES": "lo"}, "any": {}}
 OUTSTANDING = 16
+WARM_UP = 2  # gets before the one that counts, as ucx_perftest makes them
 SOCKET_CHUNK = MIB
 
 
-def get_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int) -> float:
-    size = len(target)
-    moves = [Move(memory.span(at, piece), MemorySpan(target[at : at + piece])) for at in range(0, size, piece)]
+def get_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, _: int = 0) -> float:
+    """All of it, piece by piece."""
+    return moved_s(mover, memory, target, piece, range(0, len(target), piece))
+
+
+def again_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, _: int) -> float:
+    """The first piece, as often as there are pieces."""
+    return moved_s(mover, memory, target, piece, [0] * (len(target) // piece))
+
+
+def moved_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, places: Iterable[int]) -> float:
+    moves = [Move(memory.span(at, piece), MemorySpan(target[at : at + piece])) for at in places]
+    for _ in range(WARM_UP):
+        mover.submit(moves).wait(120)
     start_s = time.perf_counter()
     mover.submit(moves).wait(120)
     return time.perf_counter() - start_s
@@ -104,11 +124,13 @@ def perftest(library: UcxLibrary, folder: Path) -> tuple[str, dict[str, str]] | 
     return str(copy), {"LD_LIBRARY_PATH": os.pathsep.join([str(home / "lib"), *beside])}
 
 
-def perftest_s(tool: tuple[str, dict[str, str]], options: dict[str, str], size: int, piece: int, _: int) -> float:
+def perftest_s(tool: tuple[str, dict[str, str]], options: dict[str, str], size: int, message: int, _: int) -> float:
     port = free_port()
     settings = {f"UCX_{name}": value for name, value in (default_options(5.0) | options).items()}
+    if "UCX_TLS" in settings:
+        settings["UCX_TLS"] += ",sysv"  # not to move by, which it cannot with -e: its buffers are shared memory then
     env = {**os.environ, **tool[1], **settings}
-    test = ["-t", "ucp_get", "-s", str(piece), "-n", str(size // piece), "-w", "4", "-O", str(OUTSTANDING), "-e", "-f"]
+    test = f"-t ucp_get -s {message} -n {size // message} -w {WARM_UP} -O {OUTSTANDING} -e -f".split()
     command = [tool[0], "-p", str(port)]
     server = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -155,7 +177,7 @@ class PlainSocket:
             except ConnectionRefusedError:
                 time.sleep(0.05)
 
-    def receive_s(self, target: Bytes) -> float:
+    def receive_s(self, target: Bytes, _: int) -> float:
         view, got = memoryview(target), 0  # type: ignore[arg-type]
         start_s = time.perf_counter()
         self._socket.sendall(b"x")
@@ -187,20 +209,22 @@ def measure(report: Report, size: int, pieces: list[int], rounds: int, library: 
             assert np.array_equal(target, source)
             within.get_s(memory, piece)
             runs = [
-                partial(get, mover, memory, target, piece),
-                partial(receive, plain, socket_target),
+                partial(get_s, mover, memory, target, piece),
+                partial(plain.receive_s, socket_target),
                 partial(within.get_s, memory, piece),
+                partial(again_s, mover, memory, target, piece),
             ]
             if tool is not None:
-                runs.append(partial(perftest_s, tool, options, size, piece))
-            ours, sockets, inside, *theirs = take_turns(rounds, *runs)
-            compared = Compared.of(size, inside, ours)
-            report.add(f"{name}: get / the same within one process", compared.ratio, detail=compared)
+                runs += [partial(perftest_s, tool, options, size, message) for message in (size, piece)]
+            ours, sockets, inside, again, *theirs = take_turns(rounds, *runs)
+            compare = partial(compared, report, size)
+            compare(f"{name}: get / the same within one process", ours, inside)
+            compare(f"{name}: get / plain socket", ours, sockets)
             if theirs:
-                compared = Compared.of(size, theirs[0], ours)
-                report.add(f"{name}: get / ucx_perftest", compared.ratio, 0.9, detail=compared)
-            against = Compared.of(size, sockets, ours)
-            report.add(f"{name}: get / plain socket", against.ratio, detail=against)
+                whole, piecewise = theirs
+                compare(f"{name}: get / ucx_perftest, as much memory", ours, whole, 0.9)
+                compare(f"{name}: one piece again and again / ucx_perftest", again, piecewise)
+                compare(f"{name}: get / ucx_perftest, one piece again and again", ours, piecewise)
         say(f"{transport}, 4 KiB: {round_trip_us(mover, memory, target):.0f} us a round trip")
         mover.close()
         within.close()
@@ -209,12 +233,11 @@ def measure(report: Report, size: int, pieces: list[int], rounds: int, library: 
     os.close(fd)
 
 
-def get(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, _: int) -> float:
-    return get_s(mover, memory, target, piece)
-
-
-def receive(plain: PlainSocket, target: Bytes, _: int) -> float:
-    return plain.receive_s(target)
+def compared(
+    report: Report, size: int, name: str, ours_s: list[float], limit_s: list[float], must: float | None = None
+) -> None:
+    beside = Compared.of(size, limit_s, ours_s)
+    report.add(name, beside.ratio, must, detail=beside)
 
 
 def main() -> None:

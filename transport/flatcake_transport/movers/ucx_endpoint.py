@@ -98,7 +98,7 @@ class Endpoint:
         self.server = server
         self._counts = counts
         self._waiting: deque[Piece] = deque()
-        self._flying: list[tuple[int, Piece]] = []
+        self._flying: deque[tuple[int, Piece]] = deque()
         self._flying_bytes = 0
         self._rkeys: OrderedDict[bytes, c_void_p] = OrderedDict()
         self._moved_s = 0.0  # when a piece last landed, or the first one flew
@@ -180,18 +180,14 @@ class Endpoint:
         return handle
 
     def reap(self, now_s: float) -> None:
-        """Take in what UCX has completed."""
-        ucp, still = self._ucp, []
-        for request, piece in self._flying:
-            status = ucp.request_status(request)
-            if status == IN_PROGRESS:
-                still.append((request, piece))
-                continue
+        """Take in what UCX has completed, in the order of posting: not each that flies is asked each time."""
+        ucp = self._ucp
+        while self._flying and (status := ucp.request_status(self._flying[0][0])) != IN_PROGRESS:
+            request, piece = self._flying.popleft()
             ucp.request_free(request)
             self._flying_bytes -= piece.size_bytes
             self._moved_s = now_s
             self._rest(piece, "" if not status else self.failure or f"UCX: {ucp.text(status)}")
-        self._flying = still
         if self._closing is not None and ucp.request_status(self._closing) != IN_PROGRESS:
             ucp.request_free(self._closing)
             self._closing, self._closed = None, True
@@ -241,7 +237,8 @@ class Endpoint:
         """The worker is gone, and with it all that could touch memory: what still flew will never be reported."""
         for _, piece in self._flying:
             self._rest(piece, self.failure or "the worker was closed")
-        self._flying, self._flying_bytes = [], 0
+        self._flying.clear()
+        self._flying_bytes = 0
 
     def _drop_rkeys(self) -> None:
         while self._rkeys:
