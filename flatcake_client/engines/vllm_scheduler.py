@@ -307,8 +307,7 @@ class SchedulerSide:
         past = self._conversations.past(session, hashes)
         if request.num_output_tokens:
             self._conversations.turned(session, hashes, past, request.num_output_tokens)
-        salt = self._pure(known)
-        if blocks <= max(known.loaded_blocks, known.stored_blocks) or salt is None:
+        if blocks <= max(known.loaded_blocks, known.stored_blocks) or (salt := self._pure(known)) is None:
             return  # nothing new; so it is, too, with a load that has not ended
         shares = self._share_counts(block_ids[:blocks])
         facts = TurnFacts(session, request.num_tokens, past.reply_tokens, past.turns + 1, shares)
@@ -349,8 +348,10 @@ class SchedulerSide:
         request = known.request
         blocks = request.num_prompt_tokens // self._block_tokens
         computed_tokens = request.num_computed_tokens + output.num_scheduled_tokens[request_id]
+        if computed_tokens < request.num_prompt_tokens or blocks <= known.loaded_blocks:
+            return
         salt = self._pure(known)
-        if computed_tokens < request.num_prompt_tokens or blocks <= known.loaded_blocks or salt is None:
+        if salt is None:
             return
         ids = state.resolve_block_ids(request_id)[0][:blocks]
         hashes, session = request.block_hashes[:blocks], _session(request)
