@@ -79,6 +79,8 @@ class PagedKv:
         """
         try:
             with self.space.lookup(keys) as hit:
+                if hit.failure is not None:
+                    raise hit.failure
                 if hit.blocks <= first_block or cancelled():
                     return Loaded(min(hit.blocks, first_block))
                 wanted = min(hit.blocks, len(keys))

@@ -115,6 +115,8 @@ class SchedulerSide:
         known.asked_again = False
         hit = answer.found
         if hit is None:
+            late = self._lookups.stats().late_total
+            self.tally.add("lookups_late", late - self.tally.totals["lookups_late"])
             return 0, False
         blocks = min(hit.blocks, (request.num_tokens - 1) // self._block_tokens)
         tokens = blocks * self._block_tokens - computed_tokens

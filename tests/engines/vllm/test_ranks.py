@@ -20,6 +20,7 @@ from engines.vllm.running import (
 from flatcake_client.engines.models import ModelShape
 
 SHAPE = ModelShape(layers=4)
+PATIENT = {"lookup_timeout_s": 10.0}  # three processes on two cores: what is late is a miss, and hits are counted here
 BLOCKS = 9
 TOKENS = BLOCKS * BLOCK + 5
 
@@ -51,7 +52,7 @@ PARALLEL = pytest.mark.parametrize(
 @pytest.mark.timeout(400)
 def test_ranks(model, expected, node, options):
     ids = prompt(400, TOKENS)
-    with Ranks(model, node.endpoint, **options) as engine:
+    with Ranks(model, node.endpoint, extra=PATIENT, **options) as engine:
         shards, fingerprints = zip(*engine.call(shard_of_rank), strict=True)
         assert shards == (0, 1)
         assert set(fingerprints) == {engine.scheduler._space.spec.fingerprint.hex()}
@@ -62,7 +63,7 @@ def test_ranks(model, expected, node, options):
     node.until(lambda status: not status["leases"] and not status["open_turns"])
     node.kill()
     node.start()
-    with Ranks(model, node.endpoint, **options) as engine:
+    with Ranks(model, node.endpoint, extra=PATIENT, **options) as engine:
         assert engine.ask(ids, tokens=12) == [expected(ids, 12)], "after both were started anew"
         assert engine.counts()["hit_tokens"] == BLOCKS * BLOCK
         assert [counts["loaded_blocks"] for counts in engine.counts_of_ranks()] == [BLOCKS, BLOCKS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -111,6 +112,21 @@ def test_adapters_that_are_known_are_bounded(tmp_path, monkeypatch):
     assert adapters.salt(LoRARequest("2", 1, str(tmp_path))) == salts[3]
     assert adapters.salt(LoRARequest("0", 1, str(tmp_path))) == salts[0] == salts[2], "it is in use"
     assert adapters.salt(LoRARequest("1", 1, str(tmp_path))) != salts[1], "it cannot be read, and was forgotten"
+
+
+def test_a_lookup_without_an_answer_in_time_is_a_miss_and_counted(side):
+    go = threading.Event()
+    side._space.lookup = lambda *_, **__: (go.wait(10), HIT)[1]
+    side._settings = Settings(lookup_timeout_s=0.05)
+    request = SimpleNamespace(
+        request_id="a", num_preemptions=0, lora_request=None, num_tokens=33, block_hashes=[b"1", b"2"],
+        skip_reading_prefix_cache=False,
+    )  # fmt: skip
+    side.arrived(request)
+    until(lambda: side.matched(request, 0) == (0, False))
+    assert side.matched(request, 0) == (0, False)
+    go.set()
+    assert side.tally.totals["lookups_late"] == 1
 
 
 def test_an_answer_older_than_is_fresh_is_asked_again_once_for_each_time_it_was_used(side, monkeypatch):

@@ -42,6 +42,7 @@ class Hit:
         assert self.space.open.wait(10)
         return self.blocks
 
+    failure = None
     stats = SimpleNamespace(bytes_by_medium={})
 
     def close(self):
