@@ -5,7 +5,8 @@ client is gone and all it held is given back. Descriptors are read-only for a le
 ever named to a client. Opening may block on a disk, so it runs in the disk's threads.
 
 Faults survived: a client that speaks nonsense, never attaches, or floods (its connection is closed); a file that cannot
-be opened or whose path hangs (to read: it is left out, and its blocks are a miss; to write: a reply that says so).
+be opened or whose path hangs (to read: it is left out, and its blocks are a miss; to write: a reply that says so); descriptors that
+the system does not pass on now (the same).
 """
 
 from __future__ import annotations
@@ -118,6 +119,12 @@ class Handover:
                 try:
                     await _send(connection, reply, fds)
                     self.handed_total += len(fds)
+                except ConnectionError:
+                    raise
+                except (
+                    OSError
+                ) as error:  # it lives, and may be writing what an end would give to others: only this answer fails
+                    await _send(connection, Reply(Status.FAILED, text=f"descriptors cannot be sent: {error}"), [])
                 finally:
                     for fd in fds:
                         os.close(fd)
