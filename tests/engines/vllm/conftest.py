@@ -53,8 +53,7 @@ def engine(model: Path, node: Daemon):
     """One for a file's tests; each begins with nothing in vLLM's own cache."""
     from engines.vllm.running import Engine
 
-    # A lookup that is late on a busy machine would be a miss, and hits are counted here.
-    with Engine(model, node.endpoint, extra={"lookup_timeout_s": 5.0}) as running:
+    with Engine(model, node.endpoint) as running:
         yield running
 
 

@@ -78,7 +78,8 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_module_path": "flatcake_client.engines.vllm",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"endpoint": endpoint} | (extra or {}),
+                # A lookup that is late on a busy machine would be a miss, and hits are counted.
+                "kv_connector_extra_config": {"endpoint": endpoint, "lookup_timeout_s": 5.0} | (extra or {}),
             }
         defaults: dict[str, Any] = {
             "skip_tokenizer_init": True,
