@@ -50,9 +50,11 @@ WARM_UP = 2  # gets before the one that counts, as ucx_perftest makes them
 SOCKET_CHUNK = MIB
 
 
-def get_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, _: int = 0) -> float:
-    """All of it, piece by piece."""
-    return moved_s(mover, memory, target, piece, range(0, len(target), piece))
+def get_s(
+    mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, _: int = 0, *, warm_up: int = WARM_UP
+) -> float:
+    """All of it, piece by piece. `warm_up`: so often before, which does not count."""
+    return moved_s(mover, memory, target, piece, range(0, len(target), piece), warm_up)
 
 
 def again_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, _: int) -> float:
@@ -60,9 +62,11 @@ def again_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, _:
     return moved_s(mover, memory, target, piece, [0] * (len(target) // piece))
 
 
-def moved_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, places: Iterable[int]) -> float:
+def moved_s(
+    mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, places: Iterable[int], warm_up: int = WARM_UP
+) -> float:
     moves = [Move(memory.span(at, piece), MemorySpan(target[at : at + piece])) for at in places]
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         mover.submit(moves).wait(120)
     start_s = time.perf_counter()
     mover.submit(moves).wait(120)
