@@ -141,20 +141,20 @@ class NvmeHost:
             raise Unavailable(f"{' '.join(command[:2])} failed: {said or f'status {done.returncode}'}")
 
     def _subsystems(self, nqn: str) -> Iterator[Path]:
-        for entry in self._sys.glob("class/nvme-subsystem/*"):
+        for entry in _within(self._sys / "class/nvme-subsystem", "*"):
             if _read(entry / _NQN_FILE) == nqn:
                 yield entry
 
     def _controllers(self, nqn: str) -> list[Path]:
         """Live connections. A lost one stays for a while, and is no connection."""
-        found = [each for entry in self._subsystems(nqn) for each in entry.glob("nvme*") if (each / "state").is_file()]
+        found = [each for entry in self._subsystems(nqn) for each in _within(entry, "nvme*")]
         return [each for each in found if _read(each / "state") in {"live", "connecting", "resetting", "new"}]
 
     def _devices(self, nqn: str) -> Iterator[Path]:
         """Namespaces: below the subsystem with native multipath, below a controller without."""
         for entry in self._subsystems(nqn):
-            for pattern in ("nvme*n*", "nvme*/nvme*n*"):
-                for device in entry.glob(pattern):
+            for place in (entry, *_within(entry, "nvme*")):
+                for device in _within(place, "nvme*n*"):
                     if (device / "dev").is_file():  # a hidden path of multipath has none
                         yield device
 
@@ -175,6 +175,14 @@ def _uuid_of(device: Path) -> UUID | None:
     with contextlib.suppress(ValueError):
         return UUID(_read(device / "uuid"))
     return None
+
+
+def _within(place: Path, pattern: str) -> list[Path]:
+    """What there is; of a place that goes meanwhile nothing."""
+    try:
+        return list(place.glob(pattern))
+    except OSError:
+        return []
 
 
 def _read(attribute: Path) -> str:

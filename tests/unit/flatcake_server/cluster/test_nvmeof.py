@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from uuid import uuid4
@@ -57,3 +58,20 @@ def test_a_namespace_that_does_not_appear_is_given_up_at_the_deadline(tmp_path: 
     with pytest.raises(Unavailable, match="did not appear"):
         host.open(NQN, uuid4(), 0.01)
     assert (host.stats().failures_total, host.stats().opened_total) == (1, 0)
+
+
+def test_a_namespace_that_goes_while_it_is_looked_for_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The kernel takes directories away between two calls: seen in the guest."""
+    subsystem = tmp_path / "class/nvme-subsystem/nvme-subsys1"
+    (subsystem / "nvme1n1").mkdir(parents=True)
+    (subsystem / "subsysnqn").write_text(NQN)
+    scandir = os.scandir
+
+    def goes(path):
+        if Path(path).name == "nvme1n1":
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", goes)
+    with pytest.raises(Unavailable, match="did not appear"):
+        NvmeHost("host", sys=tmp_path).open(NQN, uuid4(), 0.01)
