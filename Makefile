@@ -93,6 +93,9 @@ test-mooncake: mooncake-libraries
 test-%: .venv-%/.stamp
 	PATH="$(CURDIR)/.venv-$*/bin:$$PATH" .venv-$*/bin/python -m pytest -q tests/engines/$* $(ARGS)
 
+bench-fabric: $(VENV)/.stamp  ## a file read over NVMe-oF beside the same file read locally, in that guest
+	tests/fabric/run tests/fabric/guest/with-disk $(CURDIR)/$(BIN)/python bench/nvmeof.py --dir /tmp/ssd --rdma 192.0.2.1 $(ARGS)
+
 test-fabric: $(VENV)/.stamp  ## NVMe-oF and soft RDMA on a real kernel, in a QEMU guest (as root; a minute or two)
 	tests/fabric/run $(CURDIR)/$(BIN)/python -m pytest -q -c /dev/null -p no:cacheprovider --rootdir tests/fabric/guest \
 	  tests/fabric/guest $(ARGS)
@@ -133,4 +136,4 @@ deploy/flatcake.toml: $(VENV)/.stamp flatcake_server/config.py flatcake_server/c
 clean:  ## all that these targets made
 	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help venv demo demo-cluster test mooncake-libraries peers test-engines test-fabric gpu soak bench bench-replay check proto proto-check clean
+.PHONY: help venv demo demo-cluster test mooncake-libraries peers test-engines test-fabric bench-fabric gpu soak bench bench-replay check proto proto-check clean

@@ -161,9 +161,13 @@ class Raw:
         """The whole file, into a buffer a thread used again and again; or each byte into its own place in `memory`."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
-            return self._run_s(os.preadv, fd, os.fstat(fd).st_size, setting, memory)
+            return self.read_open_s(fd, os.fstat(fd).st_size, setting, memory)
         finally:
             os.close(fd)
+
+    def read_open_s(self, fd: int, size_bytes: int, setting: Setting, memory: Bytes | None = None) -> float:
+        """As `read_s`, of what is open: a device says no size."""
+        return self._run_s(os.preadv, fd, size_bytes, setting, memory)
 
     def write_s(self, path: Path, size_bytes: int, setting: Setting, memory: Bytes | None = None) -> float:
         """Into a freshly pre-allocated file, up to and with fdatasync; what was at `path` is gone before. From: as `read_s`."""

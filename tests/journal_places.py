@@ -13,6 +13,8 @@ from rocksdict import AccessType, Options, Rdict
 
 from flatcake_server.journal import Journal
 
+KILLS_MAX = 100  # copies tried
+
 
 class Place(Protocol):
     """Where a journal lives."""
@@ -107,6 +109,14 @@ class RocksPlace:
     def kill(self) -> RocksPlace:
         """What is in the kernel's hands is what the next process reads; what is in this one's memory is gone."""
         copy = self.root.with_name(self.root.name + "-killed")
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(self.root, copy)
+        for again in range(KILLS_MAX):
+            shutil.rmtree(copy, ignore_errors=True)
+            try:
+                shutil.copytree(self.root, copy)
+                break
+            except (
+                shutil.Error
+            ):  # RocksDB has deleted in the background what it needs no more: no process died at such a moment
+                if again == KILLS_MAX - 1:
+                    raise
         return RocksPlace(copy)
