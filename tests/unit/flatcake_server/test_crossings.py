@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 from core import Core, Yield, suspect
@@ -19,6 +21,15 @@ TWO = SpaceSpec("two", "u8", 16, (4096,), shards=2)
 HEAD = [1] * 20  # its file has room for some single blocks more
 
 PACES = pytest.mark.parametrize("pace", range(5))  # who is faster
+
+
+@contextlib.contextmanager
+def unloaded_after(go: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A path that is lost has one segment taken out of the tables, and the others then."""
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "UNLOADED_AT_ONCE", 1)
+        patch.setattr(retire.Pace, "rest", lambda _: go.wait())
+        yield
 
 
 @pytest.fixture
@@ -305,9 +316,7 @@ def test_what_a_path_lost_is_stored_again_before_it_is_emptied(tmp_path, monkeyp
         finally:
             go.set()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(catalog, "UNLOADED_AT_ONCE", 1)
-        patch.setattr(retire.Pace, "rest", lambda _: go.wait())
+    with unloaded_after(go, monkeypatch):
         core.do(story())
     assert all(session.gone for session in lost)
     assert [core.hit(ONE, [number, 0])[0] for number in range(6)] == [2] * 6
@@ -393,9 +402,7 @@ def test_a_full_table_has_room_where_a_path_was_lost(tmp_path, monkeypatch, full
         finally:
             go.set()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(catalog, "UNLOADED_AT_ONCE", 1)
-        patch.setattr(retire.Pace, "rest", lambda _: go.wait())
+    with unloaded_after(go, monkeypatch):
         core.do(story())
     core.check()
     core.close()
