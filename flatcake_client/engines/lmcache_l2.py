@@ -6,7 +6,7 @@
 LMCache's controllers submit and go on; an event descriptor for each of store, lookup and load tells them to read a result, once.
 
 - Nothing blocks in a `submit`: beyond `waiting_max` tasks a task is answered at once, as a miss.
-- Every task is answered by its deadline, counted from its submission. Buffers are not touched after the answer.
+- Every task is answered by its deadline, counted from its submission, or by `close`. Buffers are not touched after the answer.
 - Locks are leases (`lmcache_tasks.Locks`). A daemon that restarts forgets them; the load is a miss then.
 - A lookup knows its chunks' layout from the server, or from the last chunk of that group that was stored or loaded.
 - FlatCake reclaims by itself: `delete` does nothing, and LMCache's eviction of this adapter stays off.
@@ -20,6 +20,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
@@ -213,11 +214,11 @@ class FlatCakeL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self._last_task_id += 1
             task_id = self._last_task_id
 
-        def run() -> None:
-            answers.put(task_id, self._edge.attempt(verb, miss, act))
+        def answer(future: Future[Any]) -> None:
+            answers.put(task_id, miss if future.cancelled() else future.result())
 
         try:
-            workers.submit(run)
+            workers.submit(partial(self._edge.attempt, verb, miss, act)).add_done_callback(answer)
         except fc.Overloaded:
             self._chunks.count(tasks_refused=1)
             answers.put(task_id, miss)

@@ -292,10 +292,13 @@ def test_settings_that_make_no_sense_are_refused(daemon):
 
 def test_close_twice_and_results_after_it(make_adapter):
     adapter = make_adapter()
+    adapter._stores.submit(lambda: until(lambda: adapter._stores._crew._closed))
     task = adapter.submit_store_task(keys_of(4), Buffers(4).fill().objects)
     adapter.close()
     adapter.close()
-    assert set(adapter.pop_completed_store_tasks()) == {task}, "what was under way has its result"
+    results = adapter.pop_completed_store_tasks()
+    assert set(results) == {task}, "what was still waiting has its answer"
+    assert not results[task].is_successful()
     assert adapter.pop_completed_store_tasks() == {}
     assert adapter.query_load_result(task) is None
 
