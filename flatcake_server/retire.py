@@ -187,7 +187,7 @@ class Retirement:
             if pool == MEMORY_POOL and session.files:
                 # What it has on SSD frees no memory. Blocks between are missing then, and stored anew when they are used.
                 self._hide([s for s in session.segments if s.address.medium is Medium.MEMORY])
-                await self.settle(session)
+                self.spawn(self.settle(session))  # with no segment left it has a path to wait for, which may hang
             else:
                 await self.drop(session)
             self.reclaimed[pool] += 1

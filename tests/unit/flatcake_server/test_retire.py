@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from core import Core, suspect
 
@@ -10,6 +12,7 @@ from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
 
 ONE = SpaceSpec("one", "u8", 16, (4096,))
+TIMEOUT_S = 10.0
 
 
 @pytest.fixture
@@ -311,6 +314,32 @@ def test_a_full_memory_costs_a_session_what_it_has_there_and_nothing_on_ssd(core
     assert core.hit(ONE, [1, 1, 2, 3])[0] == 2
     core.put(ONE, [1, 1, 2, 3], session="chat", previous_reply_tokens=1)
     assert core.hit(ONE, [1, 1, 2, 3])[0] == 4, "what is missing is stored anew"
+
+
+def test_memory_is_made_free_beside_a_path_that_hangs(core):
+    """What a session has there may be all it still has, and its file is to be deleted then."""
+    core.put(ONE, [1, 1], session="chat")
+    core.put(ONE, [1, 1, 2, 3], session="chat", previous_reply_tokens=1)
+    session, disk = core.store.catalog.find(ONE.fingerprint, "chat"), core.node.disks[1]
+    core.do(core.store.report_corrupt([suspect(segment) for segment in session.segments if segment.file_id]))
+    real, answers = disk.run, asyncio.Event()
+
+    async def run(work, *arguments):
+        await answers.wait()
+        return await real(work, *arguments)
+
+    async def story():
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await core.node.retirement.make_memory_room(15 << 12)
+            assert core.node.memory.used_bytes == 0
+        finally:
+            answers.set()
+
+    disk.run = run
+    core.do(story())
+    assert session.gone
+    assert disk.used_bytes == 0
 
 
 def test_memory_that_cannot_go_is_not_looked_through_again_and_again(core, monkeypatch):
