@@ -197,6 +197,7 @@ class Client:
         if already:
             return
         settled = self.linger.settle(max(0.0, deadline_s - time.monotonic()))
+        self.linger.close()
         if connection is not None and settled:
             connection.retire()
         self._rpc.close()
@@ -232,7 +233,6 @@ class Client:
         Raises: Unavailable, Overloaded: no answer within the timeout, or a refusal. ValueError: the daemon says so.
         """
         deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        self.linger.sweep()
         for _ in range(2):  # once more if the daemon turns out to be another one
             connection = self._greeted(deadline_s)
             try:

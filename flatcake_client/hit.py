@@ -123,7 +123,6 @@ class Hit:
         self._client.guard()
         if self.runs and not self.lease.lease_id:
             raise ValueError("this hit is not pinned: look up with pin=True to restore")
-        self._client.linger.sweep()
         # Windows on a device serve that device only: a model over several gets the host's.
         devices = {device_of(pages) for pages in target}
         restore = Restore(

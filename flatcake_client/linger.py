@@ -2,90 +2,108 @@
 
 Who stops waiting for a read or write (deadline, failure, close) may not give up at once what it still uses: a descriptor
 closed under a read names another file a moment later, and a write grant given back under a write lets its bytes be used
-twice. Such acts are left here; they happen with a later call of the client, when the transfers have come to rest.
+twice. Such acts are left here, to a thread that looks after them and does nothing else: a caller is not held up by what
+others left, and an engine that asks nothing more still gives back what it had.
 
-Invariant: an act runs once, after all its transfers rest, on some thread that calls `sweep` or `settle`; never under the lock.
-What is left by a finalizer takes no lock: a collection may run in a thread that has it.
+Invariant: an act runs once, after all its transfers rest and its pause is over. Leaving one takes no lock, so a finalizer may.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import queue
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
-from flatcake_transport.errors import FlatCakeError
 from flatcake_transport.mover import Transfer
 
+log = logging.getLogger(__name__)
 
-class Pause:
-    """Something to wait for that is no transfer: time. Who waits for it ends it."""
+LOOK_S: Final = 0.05  # between two looks at transfers that have not come to rest
 
-    def __init__(self, pause_s: float) -> None:
-        self._until_s = time.monotonic() + pause_s
 
-    def done(self) -> bool:
-        return time.monotonic() >= self._until_s
+@dataclass(frozen=True, slots=True)
+class _Act:
+    transfers: Sequence[Transfer]
+    act: Callable[[], None]
+    not_before_s: float
 
-    def wait(self, timeout_s: float | None = None) -> None:  # noqa: ARG002 - as Transfer has it
-        self._until_s = 0.0
+
+@dataclass(slots=True)
+class _Waiting:
+    """What the thread has taken in."""
+
+    acts: list[_Act] = field(default_factory=list)
+    settling: list[threading.Event] = field(default_factory=list)
+    ended: bool = False
+
+
+_Queue: TypeAlias = "queue.SimpleQueue[_Act | threading.Event | None]"
 
 
 class Linger:
-    """Acts that wait for transfers. Thread-safe."""
+    """Acts that wait for transfers, or for a moment. Thread-safe. Its thread ends with it, when all is done."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[Sequence[Transfer], Callable[[], None]]] = []
-        self._left: deque[tuple[Sequence[Transfer], Callable[[], None]]] = deque()
+        self._left: _Queue = queue.SimpleQueue()
+        threading.Thread(target=_look_after, args=(self._left,), name="flatcake-linger", daemon=True).start()
+        self.close = weakref.finalize(self, self._left.put, None)
 
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._left)
-
-    def leave(self, transfers: Sequence[Transfer], act: Callable[[], None]) -> None:
-        """As `when_rested`, but always later and without a lock: for finalizers."""
-        self._left.append((transfers, act))
+    def leave(self, transfers: Sequence[Transfer], act: Callable[[], None], pause_s: float = 0.0) -> None:
+        """Act later, in the thread, when all transfers rest, and not before `pause_s`."""
+        self._left.put(_Act(transfers, act, time.monotonic() + pause_s))
 
     def when_rested(self, transfers: Sequence[Transfer], act: Callable[[], None]) -> None:
-        """Act now if all transfers rest, else later. The act raises nothing."""
+        """Act now if all transfers rest, else later."""
         moving = [transfer for transfer in transfers if not transfer.done()]
-        if not moving:
-            act()
-            return
-        with self._lock:
-            self._waiting.append((moving, act))
-
-    def sweep(self) -> None:
-        """Do what can be done by now."""
-        if not len(self):
-            return
-        with self._lock:
-            self._take_in()
-            ready: list[Callable[[], None]] = []
-            waiting = []
-            for transfers, act in self._waiting:
-                if all(transfer.done() for transfer in transfers):
-                    ready.append(act)
-                else:
-                    waiting.append((transfers, act))
-            self._waiting = waiting
-        for act in ready:
+        if moving:
+            self.leave(moving, act)
+        else:
             act()
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait for what is left. False: some transfer did not come to rest in time; its act is still to be done."""
-        deadline_s = time.monotonic() + timeout_s
-        with self._lock:
-            self._take_in()
-            transfers = [transfer for entry in self._waiting for transfer in entry[0]]
-        for transfer in transfers:
-            with contextlib.suppress(FlatCakeError, TimeoutError):
-                transfer.wait(max(0.0, deadline_s - time.monotonic()))
-        self.sweep()
-        return not len(self)
+        """Wait for what is left, without its pauses. False: some transfer did not come to rest in time; its act is still to be done."""
+        settled = threading.Event()
+        self._left.put(settled)
+        return settled.wait(timeout_s)
 
-    def _take_in(self) -> None:
-        while self._left:
-            self._waiting.append(self._left.popleft())
+
+def _look_after(left: _Queue) -> None:
+    waiting = _Waiting()
+    while not waiting.ended or waiting.acts:
+        _take_in(left, waiting)
+        _act(waiting)
+        if not waiting.acts and left.empty():
+            for settled in waiting.settling:
+                settled.set()
+            waiting.settling.clear()
+
+
+def _take_in(left: _Queue, waiting: _Waiting) -> None:
+    with contextlib.suppress(queue.Empty):
+        entry = left.get(timeout=LOOK_S if waiting.acts else None)
+        if entry is None:
+            waiting.ended = True
+        elif isinstance(entry, _Act):
+            waiting.acts.append(entry)
+        else:
+            waiting.settling.append(entry)
+
+
+def _act(waiting: _Waiting) -> None:
+    """Do what can be done by now. Nothing of it is kept: a thread that waits must not keep a client alive."""
+    now_s = time.monotonic()
+    acts, waiting.acts = waiting.acts, []
+    for each in acts:
+        if (waiting.settling or now_s >= each.not_before_s) and all(transfer.done() for transfer in each.transfers):
+            try:
+                each.act()
+            except Exception as error:  # noqa: BLE001 - a thread's edge: without it nothing more would be given back
+                log.warning("something left by a read or write could not be given back: %r", error)
+        else:
+            waiting.acts.append(each)

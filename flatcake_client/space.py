@@ -21,7 +21,6 @@ from flatcake_client.connection import Connection
 from flatcake_client.handover import Descriptors
 from flatcake_client.hit import Hit
 from flatcake_client.keys import KeyArray, chain_keys, check_keys, foreign_keys, host_integers, root_key
-from flatcake_client.linger import Pause
 from flatcake_client.records import Found, Grant, TurnHints
 from flatcake_client.rpc import Stale, Unknown, Unsent
 from flatcake_client.worth import worth_fetching
@@ -216,7 +215,7 @@ class Space:
             except FlatCakeError:
                 self._disown(connection, request_id)
 
-        self.client.linger.leave([Pause(ABORT_AGAIN_S)], tell)
+        self.client.linger.leave([], tell, ABORT_AGAIN_S)
 
 
 class _Home:
@@ -250,7 +249,7 @@ class _Home:
             raise  # there is no such turn
         except FlatCakeError:
             if not connection.lost() and not self._client.closed:
-                self._client.linger.leave([Pause(ABORT_AGAIN_S)], partial(self._abort_again, turn_id, failure))
+                self._client.linger.leave([], partial(self._abort_again, turn_id, failure), ABORT_AGAIN_S)
             raise
 
     def _abort_again(self, turn_id: int, failure: str) -> None:
@@ -261,7 +260,7 @@ class _Home:
         self._client.linger.when_rested(transfers, act)
 
     def watch(self, turn: Turn, turn_id: int) -> None:
-        """Should the engine lose the turn, neither committed nor aborted, it is aborted with a later call of the client.
+        """Should the engine lose the turn, neither committed nor aborted, it is aborted by itself.
 
         Its writes may be on their way then: descriptors closed under them would be other files.
         """

@@ -35,12 +35,7 @@ def _nothing_is_left(engine, node):
     assert not engine.worker._open
     pool = engine.core.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-
-    def nothing(status):
-        engine.worker._client.linger.sweep()  # what a daemon that hung did not hear is said again with a later call
-        return not status["leases"] and not status["open_turns"]
-
-    node.until(nothing)
+    node.until(lambda status: not status["leases"] and not status["open_turns"])
 
 
 @pytest.mark.parametrize("usable", range(BLOCKS + 1))

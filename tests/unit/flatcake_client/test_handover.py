@@ -166,7 +166,7 @@ def test_descriptors_stay_open_under_a_transfer():
     Descriptors({1: OpenFile(read_end, False), 2: OpenFile(write_end, False)}).close([moving], linger)
     assert is_open(read_end)
     moving.rests = True
-    linger.sweep()
+    assert linger.settle(20)
     assert not is_open(read_end)
 
 

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from functools import partial
+
+import pytest
+from waiting import until
 
 from flatcake_client.linger import Linger
 from flatcake_transport.errors import Unavailable
@@ -23,48 +29,93 @@ class Moving:
             raise self.error
 
 
-def test_what_rests_is_acted_on_at_once():
-    linger, acts = Linger(), []
+@pytest.fixture
+def linger():
+    linger = Linger()
+    yield linger
+    linger.close()
+
+
+def test_what_rests_is_acted_on_at_once_by_who_says_so(linger):
+    acts = []
     moving = Moving()
     moving.rested.set()
-    linger.when_rested([moving], lambda: acts.append(1))
-    linger.when_rested([], lambda: acts.append(2))
-    assert acts == [1, 2]
-    assert not len(linger)
+    linger.when_rested([moving], lambda: acts.append(threading.get_ident()))
+    linger.when_rested([], lambda: acts.append(threading.get_ident()))
+    assert acts == [threading.get_ident()] * 2
 
 
-def test_acts_wait_for_all_their_transfers():
-    linger, acts = Linger(), []
+def test_acts_wait_for_all_their_transfers_and_need_nobody_to_come_by(linger):
+    acts = []
     one, other = Moving(), Moving(Unavailable("failed"))
     linger.when_rested([one, other], lambda: acts.append("both"))
     linger.when_rested([other], lambda: acts.append("other"))
-    linger.sweep()
     other.rested.set()
-    linger.sweep()
-    assert acts == ["other"]
+    until(lambda: acts == ["other"])
     one.rested.set()
-    linger.sweep()
-    linger.sweep()
-    assert acts == ["other", "both"]
+    until(lambda: acts == ["other", "both"])
 
 
-def test_settle_waits_and_says_what_hangs():
-    linger, acts = Linger(), []
+def test_an_act_that_takes_its_time_holds_up_nobody_who_leaves_another(linger):
+    go, acts = threading.Event(), []
+    linger.leave([], lambda: acts.append(go.wait(20)))
+    linger.leave([], lambda: acts.append(2))
+    linger.when_rested([], lambda: acts.append(1))
+    assert acts == [1]
+    go.set()
+    until(lambda: acts == [1, True, 2])
+
+
+def test_settle_waits_and_says_what_hangs(linger):
+    acts = []
     failing, hanging = Moving(Unavailable("failed")), Moving()
     linger.when_rested([failing], lambda: acts.append("failing"))
     linger.when_rested([hanging], lambda: acts.append("hanging"))
     failing.rested.set()
     assert not linger.settle(0.01)
-    assert acts == ["failing"]
+    until(lambda: acts == ["failing"])
     threading.Timer(0.01, hanging.rested.set).start()
-    assert linger.settle(5)
+    assert linger.settle(20)
     assert acts == ["failing", "hanging"]
 
 
-def test_an_act_may_leave_another():
-    linger, acts = Linger(), []
+def test_a_pause_is_waited_for_but_not_by_who_settles(linger):
+    acts, first = [], Moving()
+    linger.leave([first], lambda: acts.append("first"))
+    linger.leave([], lambda: acts.append("after a pause"), pause_s=600.0)
+    first.rested.set()
+    until(lambda: acts)
+    assert acts == ["first"]
+    assert linger.settle(20)
+    assert acts == ["first", "after a pause"]
+
+
+def test_an_act_may_leave_another_and_may_fail(linger):
+    acts = []
     moving = Moving()
-    linger.when_rested([moving], lambda: linger.when_rested([], lambda: acts.append(1)))
+    linger.leave([moving], lambda: 1 // 0)
+    linger.leave([moving], lambda: linger.leave([], lambda: acts.append(1)))
     moving.rested.set()
-    linger.sweep()
+    assert linger.settle(20)
+    assert acts == [1]
+
+
+def test_the_thread_keeps_nobody_alive_and_ends_when_all_is_done():
+    before = set(threading.enumerate())
+    linger, moving, acts = Linger(), Moving(), []
+    (thread,) = set(threading.enumerate()) - before
+    holder = Moving()
+    kept = weakref.ref(holder)
+    linger.leave([], partial(acts.append, holder))
+    until(lambda: acts)
+    acts.clear()
+    del holder
+    until(lambda: kept() is None)
+    linger.when_rested([moving], lambda: acts.append(1))
+    del linger
+    gc.collect()
+    assert thread.is_alive()
+    moving.rested.set()
+    thread.join(20)
+    assert not thread.is_alive()
     assert acts == [1]
