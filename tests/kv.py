@@ -8,6 +8,8 @@ import numpy as np
 
 import flatcake_client as fc
 
+PATIENT_S = 20.0  # of a client whose daemon answers; a dead one is a miss at once all the same
+
 
 class Kv:
     """A space of a client, and KV for it. Bytes of block with key k in layer l: a pattern seeded by (k, l)."""
@@ -70,4 +72,5 @@ class Kv:
 
 
 def connect(daemon: Any, **options: Any) -> Any:
-    return fc.connect(daemon.endpoint, **options)
+    """A client that waits: on a busy machine the default deadlines make a miss of what is a hit."""
+    return fc.connect(daemon.endpoint, **{"timeout_s": PATIENT_S} | options)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from daemon import Daemon
 from kv import Kv, connect
+from waiting import until
 
 import flatcake_client as fc
 from flatcake_server.rpc_admin import AdminClient
@@ -67,19 +68,19 @@ def test_a_second_signal_changes_nothing(daemon):
 
 def test_a_stopped_daemon_is_a_miss_within_the_deadline(daemon):
     """SIGSTOP: every call ends in time; woken up, the daemon is what it was."""
-    with connect(daemon, timeout_s=0.4, transfer_timeout_s=0.5) as client:
+    with connect(daemon) as patient, connect(daemon, transfer_timeout_s=0.5) as client:
+        Kv(patient).store(Kv(patient).tokens(1, 6))
         kv = Kv(client)
-        kv.store(kv.tokens(1, 6))
         keys = kv.space.keys(kv.tokens(2, 4))
         turn = kv.space.begin_turn(keys, session="t")
         daemon.signal(signal.SIGSTOP)
         try:
             started = time.monotonic()
-            hit = kv.space.lookup(kv.space.keys(kv.tokens(1, 6)))
+            hit = kv.space.lookup(kv.space.keys(kv.tokens(1, 6)), timeout_s=0.4)
             assert hit.blocks == 0
             assert isinstance(hit.failure, fc.Unavailable)
             with pytest.raises(fc.Unavailable):
-                kv.space.begin_turn(kv.space.keys(kv.tokens(3, 4)))
+                kv.space.begin_turn(kv.space.keys(kv.tokens(3, 4)), timeout_s=0.4)
             kv.write(turn, keys)
             with pytest.raises(fc.Unavailable):
                 turn.commit(timeout_s=0.4)
@@ -90,6 +91,10 @@ def test_a_stopped_daemon_is_a_miss_within_the_deadline(daemon):
         # The commit was asked for, and answered to nobody: stored whole, or not at all.
         assert kv.hit(kv.tokens(2, 4)) in (0, 4)
     daemon.until(lambda status: status["open_turns"] == status["clients"] == 0)
+
+
+def open_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def until_hit(kv, tokens):
@@ -153,8 +158,8 @@ def test_nothing_is_left_behind_by_kills(tmp_path):
             assert kv.space.lookup(kv.space.keys(kv.tokens(0, 4))).blocks == 0
             daemon.start()
             assert until_hit(kv, kv.tokens(0, 4)) == 4
-            counts.append(len(list(Path("/proc/self/fd").iterdir())))
-        assert counts[-1] <= counts[1] + 2
+            counts.append(open_descriptors())
+        until(lambda: open_descriptors() <= min(counts) + 2)  # gRPC closes its own a moment later
         assert sorted(path.name for path in tmp_path.iterdir()) == ["daemon.log", "fc.sock", "fc.sock.fds", "ssd"]
         assert daemon.stop() == 0
         assert sorted(path.name for path in tmp_path.iterdir()) == ["daemon.log", "ssd"]

@@ -8,6 +8,7 @@ import time
 import pytest
 from waiting import until
 
+from flatcake_client import background
 from flatcake_client.background import Crew, Lookups, Restores
 from flatcake_transport.errors import Unavailable
 
@@ -213,14 +214,16 @@ def test_a_crew_drops_what_is_too_much_and_survives_bugs(caplog):
     assert done == [1]
 
 
-def test_writes_yield_to_reads_for_a_moment():
+def test_writes_yield_to_reads_for_a_moment(monkeypatch):
+    monkeypatch.setattr(background, "YIELD_S", 600.0)
     busy, done = [True], []
     crew = Crew("test", 1, 4, yields_to=lambda: busy[0])
     crew.submit(lambda: done.append("write"))
     crew.settle(0.05)
     assert done == []
     busy[0] = False
-    assert crew.settle(0.4)
+    assert crew.settle(TIMEOUT_S)
+    monkeypatch.setattr(background, "YIELD_S", 0.05)
     busy[0] = True
     crew.submit(lambda: done.append("anyway"))
     assert crew.settle(TIMEOUT_S)
