@@ -74,7 +74,7 @@ class ClientStats:
     turns_committed: int
     turns_failed: int
     turns_yielded: int  # dropped: their writes waited too long, for reads or for the disk
-    turns_aborted: int
+    turns_aborted: int  # given up by the engine, at any point
     movers: dict[str, MoverStats]
     staging: dict[str, StagingStats]
 

@@ -96,14 +96,17 @@ class Handover:
 
     def lost(self) -> bool:
         """Whether the daemon has, or may have, given back what we held."""
-        if not self._lost:
-            try:
-                watch = select.poll()
-                watch.register(self._socket, select.POLLRDHUP)  # and, unasked, POLLHUP and POLLERR
-                self._lost = bool(watch.poll(0))
-            except (OSError, ValueError):  # closed meanwhile
-                self._lost = True
+        self._lost = self._lost or self.ended()
         return self._lost
+
+    def ended(self) -> bool:
+        """Whether it is closed, by the daemon or here: what was granted over it may be somebody else's."""
+        try:
+            watch = select.poll()
+            watch.register(self._socket, select.POLLRDHUP)  # and, unasked, POLLHUP and POLLERR
+            return bool(watch.poll(0))
+        except (OSError, ValueError):  # closed meanwhile
+            return True
 
     @property
     def arena_unmapped(self) -> bool:

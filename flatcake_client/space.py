@@ -25,7 +25,7 @@ from flatcake_client.records import Found, Grant, TurnHints
 from flatcake_client.rpc import Stale, Unknown, Unsent
 from flatcake_client.worth import worth_fetching
 from flatcake_client.writer import Turn
-from flatcake_transport.errors import FlatCakeError, Overloaded
+from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.handoff import Verb
 from flatcake_transport.layout import SegmentLayout, segment_layout
 from flatcake_transport.mover import Transfer
@@ -228,6 +228,13 @@ class _Home:
         self._descriptors = Descriptors({})
         self._dropped: weakref.finalize[Any, Turn] | None = None
         self.layout_of = space.layout_of
+
+    def check(self) -> None:
+        """Of a daemon that died, files are sealed at its next start and the arena is nobody's; but one that only took us for dead has
+        given the space to others. Raises: Unavailable: either.
+        """
+        if self._connection.handover.ended():
+            raise Unavailable("the daemon that gave the turn its space is gone, or takes this client for gone")
 
     def arena(self, timeout_s: float) -> NDArray[np.uint8]:
         return self._client.arena(self._connection, timeout_s)

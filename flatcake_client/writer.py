@@ -54,10 +54,15 @@ class Yielded(Unavailable):
     """A turn was dropped: its writes waited for reads, for other writes or for the disk, until the deadline."""
 
 
+class GivenUp(Unavailable):
+    """The engine gave a turn up while its writes waited."""
+
+
 class TurnHome(Protocol):
-    """Where a turn is written to. Calls take a timeout in seconds and raise Unavailable."""
+    """Where a turn is written to. Calls take a timeout in seconds and raise Unavailable; so does `check` once the space is not ours."""
 
     def layout_of(self, blocks: int) -> SegmentLayout: ...
+    def check(self) -> None: ...
     def arena(self, timeout_s: float) -> NDArray[np.uint8]: ...
     def files(self, turn_id: int, timeout_s: float) -> Mapping[int, OpenFile]: ...
     def commit(self, turn_id: int, sums: Sequence[tuple[int, bytes]], timeout_s: float) -> bool: ...
@@ -139,6 +144,7 @@ class Turn:
             self._written[layer] = True
             deadline_s = self._now_s() + (self._timeout_s if timeout_s is None else timeout_s)
             try:
+                self._home.check()
                 self._harvest(None)
                 for index, part in enumerate(self.parts):
                     if self._failure is None:
@@ -225,8 +231,7 @@ class Turn:
             with contextlib.suppress(FlatCakeError):
                 if self._grant.turn_id:
                     self._home.abort(self._grant.turn_id, failure, timeout_s)
-            dropped = isinstance(self._failure, Yielded) and not self._torn
-            self._home.ended("yielded" if dropped else "failed" if self._failure else "aborted")
+            self._home.ended("failed" if self._torn else _outcome(self._failure))
 
         self._home.when_rested(self.transfers, give_back)
 
@@ -242,7 +247,7 @@ class Turn:
                     moving.append(transfer)
             except TimeoutError:
                 moving.append(transfer)
-                self._failure = self._failure or Yielded("the turn's writes did not land in time")
+                self._failure = self._failure or self._late("the turn's writes did not land in time")
             except Unavailable as error:
                 self._failure = self._failure or error
                 self._torn = True
@@ -299,17 +304,27 @@ class Turn:
         return np.concatenate(sums)
 
     def _open_window(self, staging: StagingPool, deadline_s: float) -> Window:
-        """A window whose writes have landed. Raises: Yielded: other writes had them all until the deadline."""
+        """A window whose writes have landed. Raises: Yielded, GivenUp: other writes had them all until the deadline, or the end."""
         try:
             return staging.open_window(deadline_s - self._now_s(), lambda: not self._unwanted)
         except Overloaded as error:
-            raise Yielded(f"writes yielded to other traffic: {error}") from error
+            raise self._late(f"writes yielded to other traffic: {error}") from error
+
+    def _late(self, why: str) -> Yielded | GivenUp:
+        return GivenUp("the turn was given up") if self._unwanted else Yielded(why)
 
     def _submit(self, files: Mover, file: OpenFile, part: Part, step: WriteStep, data: Any) -> Transfer:
         target = file.span(part.file_offset + step.offset, step.size_bytes)
         transfer = files.submit([Move(MemorySpan(data), target)])
         self.transfers.append(transfer)
         return transfer
+
+
+def _outcome(failure: FlatCakeError | None) -> str:
+    """Of a turn that is not stored, and of which no write failed."""
+    if failure is None or isinstance(failure, GivenUp):
+        return "aborted"
+    return "yielded" if isinstance(failure, Yielded) else "failed"
 
 
 def _gather(

@@ -113,6 +113,17 @@ class FakeDaemon(store_pb2_grpc.StoreServicer):
         self.leases.clear()
         self.turns.clear()
 
+    def drop_connections(self) -> None:
+        """As who takes its clients for dead, and lives on."""
+        for connection in self._connections:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def stored_bytes(self, medium: Medium) -> bytes:
+        """All that is in the arena, or in the files."""
+        if medium is Medium.MEMORY:
+            return os.pread(self.arena, self.arena_bytes, 0)
+        return b"".join(self.path(file_id).read_bytes() for file_id in sorted(self.files))
+
     def __enter__(self) -> Self:
         return self.start()
 

@@ -37,6 +37,7 @@ class FakeHome:
         self.commit_error: Exception | None = None
         self.hand_error: Exception | None = None
         self.linger = Linger()
+        self.lost = False
         self.fd = -1
 
     def grant(self, parts: Sequence[tuple[int, int, bool]]) -> Grant:
@@ -62,6 +63,10 @@ class FakeHome:
 
     def layout_of(self, blocks: int) -> SegmentLayout:
         return segment_layout(self.spec, blocks)
+
+    def check(self) -> None:
+        if self.lost:
+            raise Unavailable("lost")
 
     def arena(self, timeout_s: float) -> np.ndarray:
         return self.memory

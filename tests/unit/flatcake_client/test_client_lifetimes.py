@@ -346,3 +346,27 @@ def test_close_takes_its_time_and_no_more_though_nobody_answers(daemon, client):
     client.close(0.1)
     assert time.monotonic() - started_s < 60 * hit_module.RELEASE_WAIT_S / 2
     stall.set()
+
+
+@pytest.mark.parametrize("medium", [Medium.MEMORY, Medium.SSD])
+@pytest.mark.parametrize("ends", ["the daemon", "the connection"])
+def test_a_turn_whose_space_may_be_somebody_elses_is_written_no_further(daemon, client, medium, ends):
+    daemon.medium = medium
+    kv = Kv(client)
+    keys = kv.space.keys(kv.tokens(1, 3))
+    turn = kv.space.begin_turn(keys)
+    turn.write_layer(0, kv.bytes_of(keys, 0), np.arange(3))
+    until(lambda: all(transfer.done() for transfer in turn.transfers))
+    if ends == "the daemon":
+        daemon.stop()
+        daemon.start()
+    else:
+        daemon.drop_connections()
+    before = daemon.stored_bytes(medium)
+    for layer in range(1, kv.layers):
+        turn.write_layer(layer, kv.bytes_of(keys, layer), np.arange(3))
+    with pytest.raises(fc.Unavailable, match="is gone"):
+        turn.commit()
+    assert daemon.stored_bytes(medium) == before
+    assert client.stats().turns_failed == 1
+    assert kv.hit(kv.tokens(1, 3)) == 0

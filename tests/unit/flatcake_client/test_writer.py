@@ -200,8 +200,31 @@ def test_a_write_that_waits_for_staging_hears_that_the_turn_is_given_up(make, ga
     gate.open.set()
     giving_up.join(20)
     assert not giving_up.is_alive()
-    assert home.linger.settle(5)
+    until(lambda: home.outcomes)
     assert home.aborted == [""]
+    assert home.outcomes == ["aborted"], "nobody made it wait too long"
+
+
+def test_a_turn_that_is_given_up_under_its_writes_did_not_yield(make, gate, home):
+    gate.open.clear()
+    with make() as turn:
+        turn.write_layer(0, PAGES, [0, 1, 2, 3])
+        turn.abort(0.0)
+    gate.open.set()
+    until(lambda: home.outcomes)
+    assert home.outcomes == ["aborted"]
+
+
+def test_a_turn_that_yielded_has_done_so_also_when_its_context_is_left_before_its_writes_rest(make, gate, home):
+    gate.open.clear()
+    with make(windows=1) as turn:
+        turn.write_layer(0, PAGES, [0, 1, 2, 3])
+        turn.write_layer(1, PAGES, [0, 1, 2, 3], timeout_s=0.0)
+        with pytest.raises(Unavailable, match="yielded"):
+            turn.commit(0.0)
+    gate.open.set()
+    until(lambda: home.outcomes)
+    assert home.outcomes == ["yielded"]
 
 
 def test_a_commit_without_answer_gives_the_space_back(make, home):
