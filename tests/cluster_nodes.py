@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Wire, remote
-from redis_server import free_port
+from ports import free_port
 from waiting import pause
 
 from flatcake_server.app import Node
@@ -59,7 +59,7 @@ def config_of(
 @contextlib.asynccontextmanager
 async def nodes(root: Path, count: int = 2, *, disks: bool = False, **options: Any) -> AsyncIterator[list[Running]]:
     """`disks`: each has an SSD path of its own."""
-    ports = [free_port() + 7 * n for n in range(count)]
+    ports = [free_port() for _ in range(count)]
     running: list[Running] = []
     try:
         for number, port in enumerate(ports, 1):

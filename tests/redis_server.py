@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import shutil
 import socket
 import subprocess
@@ -10,25 +10,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from ports import free_port
 from waiting import until
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 needs_redis = pytest.mark.skipif(
     SERVER is None, reason="no redis-server on this machine: the Redis directory is untested"
 )
-
-
-def free_port() -> int:
-    """A port nobody has now, below the range that the kernel gives to outgoing connections (and 10000 more is free too)."""
-    for port in range(20000 + os.getpid() % 2000, 22767):
-        with socket.socket() as probe, socket.socket() as bus:
-            try:
-                probe.bind(("127.0.0.1", port))
-                bus.bind(("127.0.0.1", port + 10000))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no free port")
 
 
 class RedisServer:
@@ -51,10 +39,12 @@ class RedisServer:
         words = [word for name, value in (options | self.options).items() for word in (f"--{name}", value)]
         with (self.root / "redis.log").open("ab") as log:
             self.process = subprocess.Popen([SERVER, *words], stdout=log, stderr=log)
-        until(self._answers)
+        until(self._answers, 30)
         return self
 
     def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, (self.root / "redis.log").read_text()[-2000:]
         try:
             return self.command("PING") == b"+PONG\r\n"
         except OSError:
@@ -110,7 +100,7 @@ class RedisCluster:
         for number in range(6):
             options: dict[str, Any] = {
                 "cluster-enabled": "yes",
-                "cluster-node-timeout": "1000",
+                "cluster-node-timeout": "3000",  # a busy machine is no death
                 "repl-diskless-sync-delay": "0",
             }
             self.servers.append(RedisServer(self._root / str(number), keep=False, **options).start())
@@ -127,6 +117,18 @@ class RedisCluster:
         until(lambda: sum(b"master_link_status:up" in s.command("INFO", "replication") for s in self.servers) == 3, 30)
         return self
 
+    def replicated(self) -> None:
+        """Wait until replicas have all that primaries have: they are sent it a moment after the answer."""
+        until(lambda: all(map(_is_replicated, self.servers)), 30)
+
     def __exit__(self, *_: object) -> None:
         for server in self.servers:
             server.__exit__()
+
+
+def _is_replicated(server: RedisServer) -> bool:
+    """Also of a replica. A primary hears once a second what its replicas have."""
+    told = server.command("INFO", "replication").decode()
+    offset = re.search(r"master_repl_offset:(\d+)", told)
+    assert offset is not None
+    return "role:slave" in told or set(re.findall(r"offset=(\d+)", told)) == {offset[1]}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from redis_server import free_port
+from ports import free_port
 from ucx_peer import OPTIONS, PATIENT_S, pattern, ucx_here
 from waiting import until
 

@@ -10,7 +10,8 @@ import pytest
 from certificates import certificates
 from cluster import Wire, keys_of, remote, store
 from cluster_nodes import config_of, found, nodes, run, soon
-from redis_server import RedisServer, free_port, needs_redis
+from ports import free_port
+from redis_server import RedisServer, needs_redis
 from wire import Refused
 
 from flatcake_proto.v1 import peer_pb2, peer_pb2_grpc, store_pb2, store_pb2_grpc
