@@ -19,17 +19,19 @@ from transformers import DynamicCache  # noqa: E402
 from flatcake_client.engines.models import ModelShape, make_model  # noqa: E402
 from flatcake_client.engines.transformers import TransformersEngine  # noqa: E402
 
+TIMEOUT_S = 5.0
+
 
 class TransformersHarness:
     """Its pages are a `DynamicCache`: a block is K, then V, each (kv_heads, block_tokens, head_dim)."""
 
     def __init__(self, endpoint: str, shape: Shape) -> None:
         self.block_tokens = shape.block_tokens
-        self.client = fc.connect(endpoint, timeout_s=1.0, transfer_timeout_s=3.0)
+        self.client = fc.connect(endpoint, timeout_s=3.0, transfer_timeout_s=TIMEOUT_S)
         model = make_model(ModelShape(layers=shape.layers), dtype=getattr(torch, shape.dtype))
         self.dtype, self.heads, self.dim = model.dtype, model.config.num_key_value_heads, model.config.head_dim
         self.engine = TransformersEngine(
-            model, self.client, weights=shape.model, block_tokens=shape.block_tokens, timeout_s=3.0
+            model, self.client, weights=shape.model, block_tokens=shape.block_tokens, timeout_s=TIMEOUT_S
         )
         self.plane_bytes = [2 * self.heads * self.block_tokens * self.dim * self.dtype.itemsize] * shape.layers
 
@@ -70,7 +72,7 @@ class TransformersHarness:
         try:
             cache, _ = self.engine.restore(tokens.tolist())
         finally:
-            self.engine._timeout_s = 3.0
+            self.engine._timeout_s = TIMEOUT_S
         return lambda: b"".join(
             layer.keys.contiguous().view(torch.uint8).numpy().tobytes()
             for layer in cache.layers

@@ -15,6 +15,8 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 HEADS, DIM = 2, 16
 NUMBERS = itertools.count()
+# On a busy machine a hasty lookup is a miss, and hits are counted.
+PATIENT = {"timeout_s": 20.0, "load_timeout_s": 20.0, "store_timeout_s": 20.0}
 
 
 class HostPages(MockGPUConnector):
@@ -51,17 +53,15 @@ class InProcess:
             "module_path": "flatcake_client.engines.lmcache",
             "class_name": adapter,
             "endpoint": endpoint,
-            "timeout_s": 1.0,
-            "load_timeout_s": 3.0,
-            "store_timeout_s": 3.0,
-        } | (settings or {})
+        }
+        ours |= PATIENT | (settings or {})
         self.config = LMCacheEngineConfig.from_defaults(
             chunk_size=chunk_tokens,
             local_cpu=False,
             max_local_cpu_size=0.03,
             remote_storage_plugins=["flatcake"],
             extra_config={prefix + key: value for key, value in ours.items()} | (extra or {}),
-            **({"pre_caching_hash_algorithm": "sha256_cbor"} | config),
+            **({"pre_caching_hash_algorithm": "sha256_cbor", "blocking_timeout_secs": 60} | config),
         )
         shape = (layers, 2, chunk_tokens, HEADS, DIM)
         self.metadata = LMCacheMetadata(
