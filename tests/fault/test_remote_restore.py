@@ -153,6 +153,7 @@ def test_the_process_that_reads_costs_its_blocks_and_is_replaced(node: Node, how
     mover = node.tools.remote(PEER_TIMEOUT_S).files
     assert isinstance(mover, UcxMover)
     assert node.restore().wait() == BLOCKS
+    mover._link._pause_s = 600.0  # the moment ends when the test says so
     reader, began_s = mover.process_id, time.monotonic()
     os.kill(node.process._child.pid, signal.SIGSTOP)  # so that the restore is under way for certain
     restore = node.restore()
@@ -166,6 +167,7 @@ def test_the_process_that_reads_costs_its_blocks_and_is_replaced(node: Node, how
     assert node.right(4)
     assert node.tools.stats()[1]["remote reads"].windows_out == 0
     assert not node.tools.reads_peers, "nobody asks other nodes for a moment"
+    mover._link._retry_s = 0.0
     os.kill(node.process._child.pid, signal.SIGCONT)
 
     def whole() -> (
