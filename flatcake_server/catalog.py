@@ -289,28 +289,29 @@ class Catalog:
     def present(self, keys: KeyArray) -> AddressArray:
         """Address of each key, `MISSING` where it is not stored."""
         addresses = self.index.lookup(keys)
-        if self._lost_pools:
-            addresses[self._lost(addresses)] = MISSING
+        for _, lost in self._lost(addresses):
+            addresses[lost] = MISSING
         return addresses
 
-    def _lost(self, addresses: AddressArray) -> NDArray[np.intp]:
+    def _lost(self, addresses: AddressArray) -> Iterator[tuple[Session, NDArray[np.intp]]]:
         """Which of the addresses are of lost sessions. A loop over segments, not over blocks."""
-        order = np.argsort(addresses)
-        ordered, at, lost = addresses[order], 0, [np.empty(0, np.intp)]
+        order = np.argsort(addresses) if self._lost_pools else np.empty(0, np.intp)
+        ordered, at = addresses[order], 0
         while at < len(ordered) and ordered[at] != np.uint64(MISSING):
             segment = self.segments.at(int(ordered[at]))
             end = int(np.searchsorted(ordered, np.uint64(segment.address + segment.total_bytes)))
-            if self.is_lost(self.sessions[segment.session_no]):
-                lost.append(order[at:end])
+            session = self.sessions[segment.session_no]
+            if self.is_lost(session):
+                yield session, order[at:end]
             at = end
-        return np.concatenate(lost)
 
     def _give_way(self, keys: KeyArray) -> None:
         """Have none of these keys stand for lost blocks."""
         if self._lost_pools:
             addresses = self.index.lookup(keys)
-            lost = self._lost(addresses)
-            self.index.remove(keys[lost], addresses[lost])
+            for session, lost in self._lost(addresses):
+                self.index.remove(keys[lost], addresses[lost])
+                self._note(session)
 
     def prefix(self, spec: SpaceSpec, fingerprint: Fingerprint, keys: KeyArray) -> list[SegmentRun]:
         """The runs of the longest stored prefix of a chain.

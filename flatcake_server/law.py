@@ -95,7 +95,7 @@ class _Look:
         self._memory = memory
         self._ssd_range = ssd_range
         self._seen: dict[SessionNo, _Seen] = {}
-        # Blocks of a segment that the index names it for: from its commit to its end the same.
+        # Blocks of a segment that the index names it for: from its commit to its end the same, unless it is lost.
         self._own: dict[Generation, int] = {}
 
     def steps(self) -> Generator[None]:
@@ -145,7 +145,7 @@ class _Look:
         yield
         fresh: list[SegmentRecord] = []
         for segment in seen.segments:
-            if segment.generation not in self._own:
+            if segment.generation not in self._own or self._store.catalog.is_lost(session):
                 fresh.append(segment)
                 if sum(one.blocks for one in fresh) >= STEP_BLOCKS:
                     self._count_own(session, fresh)

@@ -12,7 +12,7 @@ from core import Core, Yield
 from faults import files_of, flip
 
 from flatcake_server import pace
-from flatcake_server.law import check_data, check_files, check_living, check_state
+from flatcake_server.law import LAST_SESSIONS, _Look, check_data, check_files, check_living, check_state
 from flatcake_server.records import FileId
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.space import SpaceSpec
@@ -195,6 +195,41 @@ def test_it_holds_beside_everything(core, monkeypatch, seed):
     assert results[1:] == [None] * 6
     assert results[0] >= 1
     assert core.store.catalog._watchers == []
+
+
+def test_what_a_lost_path_held_is_stored_again_while_it_looks(tmp_path):
+    """The index no longer names the lost blocks then: what was counted of them before is counted anew."""
+    core = Core(tmp_path, paths=2)
+    core.open(ONE)
+    for number in range(6):
+        core.put(ONE, [number, 0], session=f"s{number}")
+    lost = [s for s in core.store.catalog.sessions.values() if s.pool == 1]
+    assert len(lost) > LAST_SESSIONS
+    assert lost[-1].name != "s5", "something is left to look at when all of them are counted"
+    counted = {segment.generation for session in lost for segment in session.segments}
+    real, go = core.node.retirement._unload, asyncio.Event()
+
+    async def unload_later(disk):
+        await go.wait()
+        await real(disk)
+
+    async def story():
+        await core.lose(1)
+        try:
+            look = _Look(core.store, core.node.memory, core.node.ssd_range)
+            steps = look.steps()
+            while not counted <= look._own.keys():
+                next(steps)
+            for session in lost:
+                await core.commit(await core.begin(ONE, [int(session.name[1:]), 0, 1], session=session.name))
+            assert list(steps)
+            return look.findings
+        finally:
+            go.set()
+
+    core.node.retirement._unload = unload_later
+    assert core.do(story()) == []
+    core.close()
 
 
 def test_others_have_their_turn_while_it_looks(core, monkeypatch):
