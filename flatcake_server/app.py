@@ -308,15 +308,15 @@ class Node:
         """Every second, whether the last tick has ended or not: a disk that hangs holds up its own work only."""
         while True:
             await asyncio.sleep(TICK_S)
-            self.retirement.spawn(self._tick_once())
+            self.retirement.background.spawn(self._tick_once())
 
     async def _tick_once(self) -> None:
         try:
             await self.store.tick(self.config.session_trim_after)
         except FlatCakeError as error:
             log.warning("housekeeping: %s", error)
-        except Exception:
-            log.exception("housekeeping failed in a way nobody foresaw; it goes on")
+        except Exception as error:  # noqa: BLE001 - the next one comes
+            self.retirement.background.unforeseen("housekeeping is done later", error)
 
     async def stop(self) -> bool:
         """Drain and let everything go. Twice is fine; also after a start that failed half way, wherever it failed.

@@ -133,7 +133,7 @@ class Handover:
         finally:
             connection.close()
             if client_id:
-                self._store.retirement.spawn(self._store.client_gone(client_id))
+                self._store.retirement.background.spawn(self._store.client_gone(client_id))
 
     async def _answer(self, client_id: int, request: Request) -> tuple[Reply, list[int]]:
         """A reply and the descriptors that go with it; the caller closes them."""

@@ -63,7 +63,8 @@ _COUNTERS: Final = (
     ("flatcake_files_sealed", "files_sealed_total", "Files closed for writing after a failure or a restart"),
     ("flatcake_files_unopened", "files_unopened_total", "Files that could not be opened for a reader"),
     ("flatcake_corrupt_segments", "corrupt_segments_total", "Segments that differed from their checksums"),
-    ("flatcake_disk_failures", "disk_failures_total", "Failed disk operations"),
+    ("flatcake_disk_failures", "disk_failures_total", "SSD paths that went out of service"),
+    ("flatcake_unforeseen", "unforeseen_total", "Errors that nobody foresaw, each with a traceback in the log"),
     ("flatcake_clients_lost", "clients_lost_total", "Connections that ended holding something"),
     ("flatcake_descriptors_handed", "descriptors_handed_total", "File descriptors handed to clients"),
 )

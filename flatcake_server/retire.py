@@ -21,6 +21,7 @@ from flatcake_server.lease import LeaseTable
 from flatcake_server.pace import Pace
 from flatcake_server.reclaim import TRIMS_AT_ONCE, TRIMS_MAX, reclaim_need, tails_of
 from flatcake_server.records import SegmentRecord, SessionNo
+from flatcake_server.tasks import Background
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # Dropped together when there are as many sessions as there may be: the table is then full once in so many turns.
 SESSIONS_AT_ONCE: Final = 64
+UNLOAD_AGAIN_S: Final = 10.0
 
 
 class Retirement:
@@ -52,12 +54,12 @@ class Retirement:
         self._memory_room = asyncio.Lock()
         self._trimming: set[int] = set()
         self._memory_futile = False  # nothing could go: not looked for again before the next tick
-        self._background: set[asyncio.Task[None]] = set()
         self.unloading: set[asyncio.Task[None]] = (
             set()
         )  # paths that failed: no longer found, and on their way out of the tables
         self._limbo: list[tuple[SessionNo, int, int]] = []
         self.counts: Counter[str] = Counter()
+        self.background = Background()
         self.reclaimed: Counter[int] = Counter()
 
     @property
@@ -177,7 +179,7 @@ class Retirement:
     def want_memory_room(self, size_bytes: int) -> None:
         """The same behind the caller's back: what it wants now goes to SSD."""
         if not self._memory_room.locked() and not self._memory_futile:
-            self.spawn(self.make_memory_room(size_bytes))
+            self.background.spawn(self.make_memory_room(size_bytes))
 
     async def _drop_all(self, pool: int, victims: Iterable[int]) -> None:
         for session_no in victims:
@@ -187,7 +189,9 @@ class Retirement:
             if pool == MEMORY_POOL and session.files:
                 # What it has on SSD frees no memory. Blocks between are missing then, and stored anew when they are used.
                 self._hide([s for s in session.segments if s.address.medium is Medium.MEMORY])
-                self.spawn(self.settle(session))  # with no segment left it has a path to wait for, which may hang
+                self.background.spawn(
+                    self.settle(session)
+                )  # with no segment left it has a path to wait for, which may hang
             else:
                 await self.drop(session)
             self.reclaimed[pool] += 1
@@ -376,6 +380,17 @@ class Retirement:
         task.add_done_callback(self.unloading.discard)
 
     async def _unload(self, disk: Disk) -> None:
+        """Until nothing is left: whatever goes wrong, half a path may not stay in the tables."""
+        while True:
+            try:
+                await self._empty(disk)
+            except Exception as error:  # noqa: BLE001 - the edge of a task that nobody waits for
+                self.background.unforeseen(f"what SSD path {disk.path} lost is taken out of the tables later", error)
+                await asyncio.sleep(UNLOAD_AGAIN_S)
+            else:
+                return
+
+    async def _empty(self, disk: Disk) -> None:
         pace = Pace()
         for gone in self._catalog.unload(disk.pool):
             for segment in gone:
@@ -427,15 +442,8 @@ class Retirement:
         for at in range(0, len(idle), TRIMS_AT_ONCE):
             await self._trim_tails(disk, idle[at : at + TRIMS_AT_ONCE])
 
-    def spawn(self, work: object) -> None:
-        """Run work behind the caller's back, kept until done and counted by `drain`."""
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
     async def drain(self) -> None:
         """Wait for what was spawned. The end of a process needs no tables emptied."""
         for task in self.unloading:
             task.cancel()
-        while self._background:
-            await asyncio.gather(*self._background, return_exceptions=True)
+        await self.background.drain()

@@ -12,6 +12,7 @@ caller that is gone is given back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -316,9 +317,11 @@ class StoreService(store_pb2_grpc.StoreServicer):
     def _give_back(self, request: store_pb2.BeginTurnRequest, begun: asyncio.Future[Turn | None]) -> None:
         """Nobody waits for this turn any more, so nobody will write it."""
         if not begun.cancelled() and begun.exception() is None and (turn := begun.result()) is not None:
-            self._store.retirement.spawn(
-                self._store.abort_turn(request.client_id, turn.turn_id, request.shard, failure="")
-            )
+            self._store.retirement.background.spawn(self._abort_unheard(request, turn))
+
+    async def _abort_unheard(self, request: store_pb2.BeginTurnRequest, turn: Turn) -> None:
+        with contextlib.suppress(UnknownTurn):  # its client has gone meanwhile
+            await self._store.abort_turn(request.client_id, turn.turn_id, request.shard, failure="")
 
     async def CommitTurn(  # noqa: N802
         self, request: store_pb2.CommitTurnRequest, context: Context

@@ -50,6 +50,7 @@ class Counters:
     files_unopened_total: int = 0  # left out of what readers were handed
     corrupt_segments_total: int = 0
     disk_failures_total: int = 0
+    unforeseen_total: int = 0  # errors behind everybody's back that nobody foresaw; the log has them
     clients_lost_total: int = 0  # connections that ended holding something
     descriptors_handed_total: int = 0
 

@@ -1,10 +1,13 @@
-"""Tasks that end when they are told to."""
+"""Tasks that end when they are told to, and those that nobody waits for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import logging
+from collections.abc import Coroutine, Iterable
 from typing import Any, Final
+
+log = logging.getLogger(__name__)
 
 AGAIN_S: Final = 0.1
 
@@ -21,3 +24,31 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=AGAIN_S)
     await asyncio.gather(*ending, return_exceptions=True)  # what they raised is of no use to anybody any more
+
+
+class Background:
+    """Work behind the callers' backs. What fails there is told here: nobody waits to hear it."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.failures = 0
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Kept until done, and waited for by `drain`."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.unforeseen("something is not done", error)
+
+    def unforeseen(self, what: str, error: BaseException) -> None:
+        """Tell of an error that nobody foresaw."""
+        self.failures += 1
+        log.error("%s, for a reason nobody foresaw", what, exc_info=error)
+
+    async def drain(self) -> None:
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from flatcake_server.tasks import end
+from flatcake_server.tasks import Background, end
 
 
 def test_a_loop_that_loses_a_cancellation_ends_all_the_same():
@@ -32,3 +32,24 @@ def test_a_loop_that_loses_a_cancellation_ends_all_the_same():
         await end(())
 
     asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_what_fails_behind_the_callers_back_is_told_and_counted(caplog):
+    background, gate = Background(), asyncio.Event()
+
+    async def fails() -> None:
+        raise KeyError("slot")
+
+    async def waits() -> None:
+        await gate.wait()
+
+    async def work() -> None:
+        background.spawn(fails())
+        background.spawn(waits())
+        await asyncio.sleep(0)
+        gate.set()
+        await background.drain()
+
+    asyncio.run(work())
+    assert background.failures == 1
+    assert "KeyError: 'slot'" in caplog.text
