@@ -46,7 +46,6 @@ def test_what_fails_behind_the_callers_back_is_told_and_counted(caplog):
     async def work() -> None:
         background.spawn(fails())
         background.spawn(waits())
-        await asyncio.sleep(0)
         gate.set()
         await background.drain()
 
