@@ -194,3 +194,27 @@ def test_one_whose_requests_ucx_never_completes_is_hung() -> None:
         ucp.open[request] = ERR_CANCELED
     endpoint.reap(1e6)
     assert not endpoint.hung(2e6, PEER_TIMEOUT_S)
+
+
+def test_what_flies_is_asked_for_in_the_order_of_posting() -> None:
+    """With hundreds flying each look would else ask for all; and what was posted later rests no earlier."""
+    ucp, rested, asked = FakeUcp(), [], []
+    endpoint = make(ucp)
+    endpoint.post(0.0)
+    (mark,) = ucp.open
+    ucp.open[mark] = 0
+    endpoint.reap(0.0)
+    orders = [Order(1, lambda error, n=n: rested.append((n, bool(error)))) for n in range(3)]
+    endpoint.add([Piece(order, n, 1, 0, b"key", None, False) for n, order in enumerate(orders)])
+    endpoint.post(0.0)
+    real = ucp.request_status
+    ucp.request_status = lambda request: asked.append(request) or real(request)  # type: ignore[func-returns-value]
+    first, second, third = ucp.open
+    ucp.open[second], ucp.open[third] = -3, 0
+    endpoint.reap(1.0)
+    assert (asked, rested) == ([first], [])
+    ucp.open[first] = 0
+    endpoint.reap(2.0)
+    assert asked == [first, first, second, third]
+    assert rested == [(0, False), (1, True), (2, False)]
+    endpoint.fail("the end")
