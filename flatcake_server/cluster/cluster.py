@@ -167,7 +167,7 @@ class Cluster:
         self._spawn(self._beats())
         self._spawn(self._sweeps())
         if self.telling is not None:
-            for loop in (self.telling.publish_stored, self.telling.publishes, self.telling.sweeps):
+            for loop in (self.telling.publishes_stored, self.telling.publishes, self.telling.sweeps):
                 self._spawn(loop())
 
     async def stop(self) -> None:

@@ -1,6 +1,7 @@
 """What a node tells the directory of what it holds, looks for there, and takes out of it. `publisher` and `sweeper` decide.
 
     a segment became visible, or went -> anchors wished in or out -> batches, as the rate allows
+    the start, or a wish that failed  -> all that is stored is wished in
     nothing to tell                   -> a few of what was told are looked for
     once a second                     -> some buckets are read, and the entries of dead nodes removed
 
@@ -51,6 +52,8 @@ class Telling:
         self.publisher = publisher
         self._catalog, self._membership, self._directory = catalog, membership, directory
         self._sweeper, self._counts, self._now_s = sweeper, counts, now_s
+        self._untold = asyncio.Event()  # something is held that the publisher does not know of
+        self._untold.set()
         catalog.watch = self._changed
 
     def close(self) -> None:
@@ -64,18 +67,39 @@ class Telling:
             self._sweeper.listed((*beat.members, self._membership.me))
 
     def _changed(self, segments: Iterable[SegmentRecord], visible: bool) -> None:
-        """Segments were published or went: the catalog says so within the same step."""
+        """Segments were published or went: the catalog says so within the same step, which nothing here may fail."""
+        try:
+            self._wish(segments, visible)
+        except Exception:
+            log.exception("what is held here is told later, for a reason nobody foresaw")
+            self._counts["directory_failures"] += 1
+            if visible:  # an entry of what went costs whom it misleads a round trip, and is taken out then
+                self._untold.set()
+
+    def _wish(self, segments: Iterable[SegmentRecord], visible: bool) -> None:
         for segment in segments:
             keys = segment.keys[anchors_within(segment.first_block, segment.blocks)]
             here = self._catalog.present(keys) != np.uint64(MISSING)  # another copy may stand
             changed = keys[here] if visible else keys[~here]
             (self.publisher.add if visible else self.publisher.remove)(key.tobytes() for key in changed)
 
+    async def publishes_stored(self) -> None:
+        await self._keeps_on(self._publish_stored, "told")
+
+    async def _publish_stored(self) -> None:
+        await self._untold.wait()
+        self._untold.clear()
+        try:
+            await self.publish_stored()
+        except BaseException:
+            self._untold.set()
+            raise
+
     async def publish_stored(self) -> None:
-        """All that was here before the start, in steps: nobody's lookup waits for it."""
+        """All that is here: at the start, or when something was not told. In steps: nobody's lookup waits for it."""
         pace = Pace()
         for segment in list(self._catalog.segments):
-            self._changed((segment,), True)  # of one that went meanwhile nothing is in the index
+            self._wish((segment,), True)  # of one that went meanwhile nothing is in the index
             await pace.rest()
 
     async def publishes(self) -> None:

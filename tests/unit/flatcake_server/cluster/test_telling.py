@@ -96,7 +96,10 @@ def node(monkeypatch):
 
 def run(node, work):
     async def together():
-        loops = [asyncio.ensure_future(loop()) for loop in (node.telling.publishes, node.telling.sweeps)]
+        telling = node.telling
+        loops = [
+            asyncio.ensure_future(loop()) for loop in (telling.publishes_stored, telling.publishes, telling.sweeps)
+        ]
         try:
             await work()
         finally:
@@ -183,6 +186,36 @@ def test_what_nobody_foresaw_does_not_end_the_telling(node, monkeypatch, where):
         await soon(lambda: node.directory.of(MINE) == ANCHORS)
 
     run(node, work)
+
+
+@pytest.mark.parametrize("where", ["add", "remove"])
+def test_no_commit_fails_for_what_is_not_told_and_it_is_told_later(node, monkeypatch, caplog, where):
+    fails_at_first(monkeypatch, node.telling.publisher, where)
+    node.catalog.segments = [SimpleNamespace(keys=KEYS, first_block=0, blocks=len(KEYS))]
+
+    async def work():
+        await soon(lambda: not node.telling._untold.is_set())
+        node.changes(visible=True)
+        await soon(lambda: node.directory.of(MINE) == ANCHORS)
+        node.changes(visible=False)
+        if where == "add":
+            await soon(lambda: not node.directory.of(MINE))
+
+    run(node, work)
+    assert node.counts["directory_failures"] == 1
+    assert "told later" in caplog.text
+
+
+def test_what_was_stored_before_the_start_is_told_whatever_goes_wrong_at_first(node, monkeypatch):
+    fails_at_first(monkeypatch, node.telling.publisher, "add")
+    node.held = {key.tobytes() for key in KEYS}
+    node.catalog.segments = [SimpleNamespace(keys=KEYS, first_block=0, blocks=len(KEYS))]
+
+    async def work():
+        await soon(lambda: node.directory.of(MINE) == ANCHORS)
+
+    run(node, work)
+    assert node.counts["directory_failures"] == 1
 
 
 @pytest.mark.parametrize("where", ["take", "sweep"])
