@@ -48,8 +48,8 @@ def config_of(
         "http_listen": "off",
         "directory": "static",
         "peers": tuple(f"{host}:{other}" for other in peers),
-        "node_ttl": 1.0,
-        "peer_timeout": 1.0,
+        "node_ttl": 3.0,
+        "peer_timeout": 10.0,  # of a busy machine: an answer that is late would be a miss
         "node_id": number,
         "drain_timeout": 0.1,
     }
