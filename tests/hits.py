@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,12 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def time_from(happened: Callable[[], object]) -> Callable[[], float]:
+    """Real time, which stands still until that has happened."""
+    began_s = time.monotonic()
+    return lambda: time.monotonic() if happened() else began_s
 
 
 @dataclass

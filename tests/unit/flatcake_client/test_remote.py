@@ -125,7 +125,7 @@ def test_an_owner_s_lease_is_counted_on_for_no_longer_than_ours(theirs_s, ours_s
     connection: Any = SimpleNamespace(welcome=SimpleNamespace(lease_ttl_s=ours_s), lost=lambda: False)
     far = RemoteNode(3, 5, theirs_s, RemoteMemory(b"w", b"k", 0, 4096), verify=True)
     asked_s = time.monotonic()
-    (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - 9.5)
+    (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - 5.0)
     assert source.lease.alive()
     (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - 10.5)
     assert not source.lease.alive()

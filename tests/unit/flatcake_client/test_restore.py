@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from hits import FakeHit, Movers
+from hits import FakeHit, Movers, time_from
 from homes import Gate
 from images import Chain
 
@@ -98,10 +98,10 @@ def test_past_the_deadline_nothing_is_written(chain, hit, movers, pages):
 
 
 def test_a_disk_that_hangs_costs_the_deadline_only(chain, hit, movers, pages):
-    """Real time here: a read that never lands ends the wait, keeps its window, and is in `moving`."""
+    """A read that never lands ends the wait, keeps its window, and is in `moving`."""
     movers.files.open.clear()
     tools = movers.reading(hit)
-    restore = Restore(hit, tools, pages, np.arange(14), 0, 0.05)
+    restore = Restore(hit, tools, pages, np.arange(14), 0, 0.05, now_s=time_from(lambda: movers.files.submitted))
     assert restore.wait() == 0
     assert restore.moving()
     restore.close()
@@ -315,7 +315,7 @@ def test_a_taken_window_makes_reads_wait(chain, hit, movers, pages):
 def test_staging_that_never_comes_is_the_deadline(chain, hit, movers, pages):
     tools = movers.reading(hit)
     tools.staging.open_window(0)
-    restore = Restore(hit, tools, pages, np.arange(14), 0, 0.05)
+    restore = Restore(hit, tools, pages, np.arange(14), 0, 0.05, now_s=time_from(lambda: tools.staging.stats().waits))
     hit.lease._now_s = lambda: 100.0
     assert restore.wait() == 0
     assert right(chain, pages, 0, 4), "memory did not wait for staging"

@@ -9,6 +9,7 @@ from uuid import UUID
 import pytest
 from core import Core, Yield, chain
 
+from flatcake_server.cluster import exporter
 from flatcake_server.cluster.exporter import Exporter
 from flatcake_server.cluster.nvmet import NvmePort, host_nqn, parse_port, subsystem_nqn
 from flatcake_transport.errors import Unavailable
@@ -85,7 +86,8 @@ class Setting:
 
 
 @pytest.fixture
-def setting(tmp_path):
+def setting(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporter, "WAIT_S", 20.0)
     core = Core(tmp_path)
     core.open(SPEC)
     core.put(SPEC, [1, 2, 3], session="a")
@@ -152,10 +154,12 @@ def test_a_file_that_the_kernel_refuses_is_held_by_nobody(setting):
     assert len(setting.exported(setting.lease([1, 2, 3]))) == 1
 
 
-def test_a_slow_kernel_costs_a_moment_and_the_next_lease_has_it(setting):
+def test_a_slow_kernel_costs_a_moment_and_the_next_lease_has_it(setting, monkeypatch):
     setting.target.gate.clear()
     lease = setting.lease([7, 8])
-    assert setting.exported(lease) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter, "WAIT_S", 0.05)
+        assert setting.exported(lease) == {}
     setting.target.gate.set()
     again = setting.lease([7])
     assert len(setting.exported(again)) == 1
@@ -163,7 +167,8 @@ def test_a_slow_kernel_costs_a_moment_and_the_next_lease_has_it(setting):
     assert setting.target.paths == {}
 
 
-def test_a_lease_that_ends_while_its_file_is_exported(setting):
+def test_a_lease_that_ends_while_its_file_is_exported(setting, monkeypatch):
+    monkeypatch.setattr(exporter, "WAIT_S", 0.05)
     setting.target.gate.clear()
     lease = setting.lease([7, 8])
     assert setting.exported(lease) == {}
@@ -178,11 +183,11 @@ def test_a_kernel_without_a_target_is_no_failed_start(tmp_path):
     core = Core(tmp_path)
     target = Target()
     target.missing = True
-    exporter = Exporter(core.store, target, [HOST])
-    core.do(exporter.start())
-    assert "no configfs" in exporter.failure
-    assert core.do(exporter.exported(core.clients[1], 1, HOST)) == {}
-    core.do(exporter.stop())
+    without = Exporter(core.store, target, [HOST])
+    core.do(without.start())
+    assert "no configfs" in without.failure
+    assert core.do(without.exported(core.clients[1], 1, HOST)) == {}
+    core.do(without.stop())
     assert target.stopped == 0
     core.close()
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
 from cluster import Wire, keys_of, store
 from cluster_nodes import nodes, run, soon
-from waiting import pause
 
+from flatcake_server.cluster import exporter as exporter_module
 from flatcake_server.cluster.borrowed import Exports
 from flatcake_server.cluster.exporter import Exporter
 from flatcake_server.cluster.importer import Importer
@@ -31,7 +32,8 @@ class Kernel:
         self.files: dict[UUID, Path] = {}
         self.connected: list[tuple[str, NvmePort]] = []
         self.refusal = ""
-        self.slow_s = 0.0
+        self.answers = threading.Event()
+        self.answers.set()
         self._uuids: list[UUID] = []
 
     def start(self) -> None: ...
@@ -54,7 +56,7 @@ class Kernel:
 
     def open(self, nqn: str, uuid: UUID, timeout_s: float) -> int:
         assert nqn == NQN
-        pause(self.slow_s)
+        assert self.answers.wait(30)
         if uuid not in self.files:
             raise Unavailable("it did not appear")
         return os.open(self.files[uuid], os.O_RDONLY)
@@ -62,7 +64,9 @@ class Kernel:
     def close(self, timeout_s: float) -> None: ...
 
 
-def test_a_lookup_names_exported_files_and_they_are_opened(tmp_path):
+def test_a_lookup_names_exported_files_and_they_are_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporter_module, "WAIT_S", 20.0)
+
     async def work() -> None:
         async with nodes(tmp_path, disks=True) as (one, two):
             kernel = Kernel()
@@ -107,9 +111,10 @@ def test_what_does_not_come_in_time_is_left_out_and_closed(tmp_path):
         assert list(opened) == [1], "one that is not there costs itself only"
         os.close(opened[1])
         before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-        kernel.slow_s = 0.3
+        kernel.answers.clear()
         assert await importer.open(exports, 0.05) == {}
         assert "in time" in importer.failure
+        kernel.answers.set()
         await importer.close()
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
         assert importer.counts == {"opened": 1, "failures": 4}
