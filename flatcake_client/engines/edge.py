@@ -2,7 +2,8 @@
 
 - `attempt` never raises: an engine that asks has its answer, that of a miss.
 - One log line when a verb begins to fail, and none until it has worked in between: a daemon that is down for hours is a line a verb,
-  not one a request. What is no error of ours is a fault of ours: it comes with its traceback.
+  not one a request. One that comes and goes is said the first, second, fourth, eighth time it begins. What is no error of ours is a fault of
+  ours: it comes with its traceback.
 - All counts of a connector are here; its `stats()` reads them.
 """
 
@@ -22,12 +23,14 @@ T = TypeVar("T")
 class Edge:
     """Of one connector. Thread-safe."""
 
-    def __init__(self, log: logging.Logger, meanwhile: str) -> None:
-        """`meanwhile`: what happens while a verb fails, for the log: "its pages are computed"."""
+    def __init__(self, log: logging.Logger, meanwhile: str, on_failure: Callable[[], object] = lambda: None) -> None:
+        """`meanwhile`: what happens while a verb fails, for the log: "its pages are computed". `on_failure`: told of each one."""
         self._log = log
         self._meanwhile = meanwhile
+        self._on_failure = on_failure
         self._lock = threading.Lock()
         self._failing: set[str] = set()
+        self._begun: Counter[str] = Counter()  # how often each began to fail
         self._failed: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
 
@@ -44,10 +47,12 @@ class Edge:
     def failed(self, verb: str, error: BaseException) -> None:
         """Count a failure; say it when it begins."""
         with self._lock:
-            known = verb in self._failing
+            self._begun[verb] += verb not in self._failing
+            begun = 0 if verb in self._failing else self._begun[verb]
             self._failing.add(verb)
             self._failed[verb] += 1
-        if not known:
+        self._on_failure()
+        if begun and begun & (begun - 1) == 0:
             ours = isinstance(error, FlatCakeError)
             named = str(error) if ours else repr(error)
             self._log.warning(
@@ -55,8 +60,9 @@ class Edge:
             )
 
     def worked(self, verb: str) -> None:
-        with self._lock:
-            self._failing.discard(verb)
+        if verb in self._failing:
+            with self._lock:
+                self._failing.discard(verb)
 
     def failing(self) -> bool:
         """Whether a verb failed when it was last tried."""

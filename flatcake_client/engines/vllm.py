@@ -7,17 +7,15 @@ vLLM makes one of these in its scheduler (vllm_scheduler.py: asks, decides) and 
 talk only through the jobs of a step (vllm_jobs.py). Settings and the space are in vllm_settings.py.
 
 - Text never depends on FlatCake: every failure is a miss or a recompute, a count and a log line.
-- The edge where no foreign or own exception gets further is here: `_safely`, around every call but those at the start (the
+- The edge where no foreign or own exception gets further is here (edge.py), around every call but those at the start (the
   constructor, `register_kv_caches`), where what cannot be right is declined. What stands in for an answer keeps vLLM's books:
   a load that vLLM waits for is reported, blocks that it keeps for a store are given back.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -29,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from flatcake_client.engines.edge import Edge
 from flatcake_client.engines.vllm_jobs import FlatCakePromMetrics, FlatCakeStats, StepJobs
 from flatcake_client.engines.vllm_scheduler import SchedulerSide
 from flatcake_client.engines.vllm_settings import Settings, geometry, open_space, shard_of
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
 
 log = init_logger("vllm.flatcake")
 
-T = TypeVar("T")
-
 
 class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -66,7 +63,6 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
                 'FlatCake is a cache: set "kv_load_failure_policy": "recompute", so that a failed load is computed'
             )
         client = settings.connect()
-        self._errors: Counter[str] = Counter()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -79,6 +75,9 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
             space = open_space(client, vllm_config, kv_cache_config, settings, shard_of(vllm_config))
             self._worker = WorkerSide(client, space, shape, settings)
             watch_weights()
+        side = self._scheduler or self._worker
+        assert side is not None
+        self._edge = Edge(log, "its tokens are computed", partial(side.tally.add, "errors"))
         log.info("FlatCake: %s, space %s", role.name.lower(), space.spec.fingerprint.hex())
 
     @property
@@ -91,12 +90,12 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._asked.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        self._safely("on_new_request", None, lambda: self._asked.arrived(request))
+        self._edge.attempt("on_new_request", None, lambda: self._asked.arrived(request))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         miss: tuple[int | None, bool] = (0, False)
         matched = lambda: self._asked.matched(request, num_computed_tokens)  # noqa: E731
-        return self._safely("get_num_new_matched_tokens", miss, matched)
+        return self._edge.attempt("get_num_new_matched_tokens", miss, matched)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         block_ids = blocks.get_block_ids()[0]
@@ -105,30 +104,30 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
             self._asked.allocated(request, block_ids, num_external_tokens)
             return True
 
-        if not self._safely("update_state_after_alloc", False, allocated):
+        if not self._edge.attempt("update_state_after_alloc", False, allocated):
             self._asked.lost(request, block_ids, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         names = {"memory": CacheHitSource.HOST, "ssd": CacheHitSource.DISK}
         unknown: dict[str, int] = {}
         sources = lambda: self._asked.sources(request, num_external_tokens)  # noqa: E731
-        tokens = self._safely("get_external_cache_hit_sources", unknown, sources)
+        tokens = self._edge.attempt("get_external_cache_hit_sources", unknown, sources)
         return {names[medium]: count for medium, count in tokens.items() if count}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._asked.stores_prefills:
             for request_id in scheduler_output.num_scheduled_tokens:
                 store = partial(self._asked.store_prefill, scheduler_output, request_id)
-                self._safely("build_connector_meta", None, store)
+                self._edge.attempt("build_connector_meta", None, store)
         jobs = self._asked.jobs(scheduler_output)
-        self._safely("build_connector_meta", None, lambda: self._asked.pause(jobs))
+        self._edge.attempt("build_connector_meta", None, lambda: self._asked.pause(jobs))
         return jobs
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._safely("update_connector_output", None, lambda: self._asked.heard(connector_output))
+        self._edge.attempt("update_connector_output", None, lambda: self._asked.heard(connector_output))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._safely("request_finished", None, lambda: self._asked.ended(request, block_ids))
+        self._edge.attempt("request_finished", None, lambda: self._asked.ended(request, block_ids))
         return self._asked.owes(request.request_id), None
 
     def request_finished_all_groups(
@@ -137,14 +136,14 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def has_pending_block_frees(self) -> bool:
-        return self._safely("has_pending_block_frees", False, self._asked.holds_blocks)
+        return self._edge.attempt("has_pending_block_frees", False, self._asked.holds_blocks)
 
     def reset_cache(self) -> bool | None:
         def reset() -> bool:
             self._asked.reset()
             return True
 
-        return self._safely("reset_cache", False, reset)
+        return self._edge.attempt("reset_cache", False, reset)
 
     # Worker.
 
@@ -152,28 +151,30 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._moved.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        self._safely("unregister_kv_caches", None, self._moved.unregister)
+        self._edge.attempt("unregister_kv_caches", None, self._moved.unregister)
 
     def restore_kv_caches(self) -> None:
-        self._safely("restore_kv_caches", None, self._moved.restore)
+        self._edge.attempt("restore_kv_caches", None, self._moved.restore)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature
         return True
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self._safely("handle_preemptions", None, lambda: self._moved.preempted(_jobs(kv_connector_metadata).preempted))
+        self._edge.attempt(
+            "handle_preemptions", None, lambda: self._moved.preempted(_jobs(kv_connector_metadata).preempted)
+        )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._safely("bind_connector_metadata", None, lambda: self._moved.begin(self._jobs))
+        self._edge.attempt("bind_connector_metadata", None, lambda: self._moved.begin(self._jobs))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's signature
-        self._safely("start_load_kv", None, lambda: self._moved.start(self._jobs))
+        self._edge.attempt("start_load_kv", None, lambda: self._moved.start(self._jobs))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         # Where this fails the layer has not been waited for, and its load fails when the layer is computed.
-        self._safely("wait_for_layer_load", None, lambda: self._moved.wait_layer(layer_name))
+        self._edge.attempt("wait_for_layer_load", None, lambda: self._moved.wait_layer(layer_name))
 
     def save_kv_layer(
         self,
@@ -182,10 +183,10 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        self._safely("save_kv_layer", None, lambda: self._moved.layer_computed(layer_name))
+        self._edge.attempt("save_kv_layer", None, lambda: self._moved.layer_computed(layer_name))
 
     def wait_for_save(self) -> None:
-        self._safely("wait_for_save", None, self._moved.computed)
+        self._edge.attempt("wait_for_save", None, self._moved.computed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         def finished() -> tuple[set[str], set[str]]:
@@ -193,18 +194,18 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
             return self._moved.finished(finished_req_ids, idle=idle)
 
         nothing: tuple[set[str], set[str]] = (set(), set())
-        sent, received = self._safely("get_finished", nothing, finished)
+        sent, received = self._edge.attempt("get_finished", nothing, finished)
         return sent or None, received or None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._safely("build_connector_worker_meta", None, self._moved.weights_gone)
+        return self._edge.attempt("build_connector_worker_meta", None, self._moved.weights_gone)
 
     def _weights_changed(self) -> None:
         """Called by `vllm_weights`: those of this worker are others from now on."""
         self._moved.weights_changed()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed = self._safely("get_block_ids_with_load_errors", None, self._moved.failures)
+        failed = self._edge.attempt("get_block_ids_with_load_errors", None, self._moved.failures)
         # When nobody knows which came, none did.
         return self._moved.all_blocks() if failed is None else failed
 
@@ -213,11 +214,11 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
             if side is not None:
-                self._safely("shutdown", None, side.close)
+                self._edge.attempt("shutdown", None, side.close)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         side = self._scheduler or self._worker
-        return self._safely("get_kv_connector_stats", None, side.tally.take) if side is not None else None
+        return self._edge.attempt("get_kv_connector_stats", None, side.tally.take) if side is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -248,20 +249,6 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _jobs(self) -> StepJobs:
         return _jobs(self._get_connector_metadata())
-
-    def _safely(self, call: str, otherwise: T, act: Callable[[], T]) -> T:
-        """The edge to the engine: what goes wrong with a cache is no reason to stop."""
-        try:
-            return act()
-        except Exception as error:
-            self._errors[call] += 1
-            count = self._errors[call]
-            side = self._scheduler or self._worker
-            if side is not None:
-                side.tally.add("errors")
-            if count & (count - 1) == 0:  # one that fails for each layer of each step does not fill the log
-                log.warning("FlatCake failed in %s, time %d: a miss: %r", call, count, error, exc_info=count == 1)
-            return otherwise
 
 
 def _jobs(metadata: KVConnectorMetadata) -> StepJobs:

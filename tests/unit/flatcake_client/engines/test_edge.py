@@ -29,6 +29,17 @@ def test_a_failure_has_an_answer_a_count_and_a_line_when_it_begins(caplog):
     assert (edge.failures("a store"), edge.failures("a load"), edge.failures("a walk"), edge.failures()) == (4, 1, 0, 5)
 
 
+def test_what_comes_and_goes_does_not_fill_the_log(caplog):
+    """A verb that is called for each layer, and fails in one of them."""
+    told = []
+    edge = Edge(logging.getLogger("flatcake_client.test"), "", lambda: told.append(1))
+    for _ in range(1000):
+        edge.failed("a layer", KeyError("x"))
+        edge.worked("a layer")
+    assert (len(told), edge.failures()) == (1000, 1000)
+    assert len(caplog.records) == 10
+
+
 def test_counts_add_up():
     edge = Edge(logging.getLogger("flatcake_client.test"), "")
     edge.count(found=2, asked=3)
