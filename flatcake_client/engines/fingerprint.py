@@ -118,14 +118,19 @@ def digest_of(model: str) -> str:
         return ""
 
 
-def folder_of(model: str, revision: str | None = None, file: str = "config.json") -> Path | None:
-    """Where a model lies on this disk: the path itself, or the hub's snapshot; None: it does not. `file`: one that it has."""
+def folder_of(model: str, revision: str | None = None, hub: str | None = None) -> Path | None:
+    """Where a model lies on this disk: the path itself, or the hub's snapshot; None: it does not.
+
+    `hub`: where the engine keeps what it downloads (`--download-dir`). Only there: another snapshot may be of other weights.
+    """
     if os.path.isdir(model):  # noqa: PTH112 - of a path that is too long or closed to us, Path.is_dir raises
         return Path(model)
     try:
-        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub import snapshot_download
 
-        config = try_to_load_from_cache(model, file, revision=revision)
-    except (ImportError, ValueError):  # no hub here, or no name that it could have
+        # No pattern: whatever of it is here.
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=hub, allow_patterns=[], local_files_only=True)
+        )
+    except (ImportError, OSError, ValueError):  # no hub here, nothing of it, or no name that it could have
         return None
-    return Path(config).parent if isinstance(config, str) else None

@@ -28,7 +28,6 @@ from sglang.srt.runtime_context import get_context, get_server_args
 from sglang.version import __version__
 
 from flatcake_client.engines.fingerprint import (
-    ADAPTER_CONFIG,
     adapter_digest,
     config_digest,
     folder_of,
@@ -51,7 +50,7 @@ FILES: Final = (
 )  # what lies there, not where
 ASKED: Final = (
     "model_path", "revision", "load_format", "json_model_override_args", "context_length", "enable_lora", "lora_paths",
-    *SETTINGS, *FILES,
+    "download_dir", *SETTINGS, *FILES,
 )  # fmt: skip
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 RESET: Final = "sglang.srt.managers.cache_controller.HiCacheController.reset"
@@ -91,6 +90,7 @@ def served() -> Served:
     path = str(settings.get("model_path") or "")
     if not path:
         return Served("", "", Weights("", engine_id, FLUSH), sure=True)
+    hub = settings.get("download_dir")
     folder = folder_of(path, settings.get("revision"))
     config = _config(folder, str(settings.get("json_model_override_args") or "{}"))
     if turns_by_context(config):
@@ -100,11 +100,11 @@ def served() -> Served:
         )
     more = {name: str(settings.get(name)) for name in SETTINGS} | {"sglang": __version__}
     more |= _adapters(settings.get("lora_paths") if settings.get("enable_lora") else ())
-    more |= {name: _on_disk(str(settings[name]), "", None) for name in FILES if settings.get(name)}
+    more |= {name: _on_disk(str(settings[name]), "", hub=hub) for name in FILES if settings.get(name)}
     digest = config_digest(config, context_tokens=settings.get("context_length"), **more)
-    started = _on_disk(path, str(settings.get("load_format")), settings.get("revision"))
+    started = _on_disk(path, str(settings.get("load_format")), settings.get("revision"), hub)
     weights = Weights(started, engine_id, FLUSH)
-    _watch(weights, _bytes_on_disk(path, settings.get("revision")))
+    _watch(weights, _bytes_on_disk(path, settings.get("revision"), hub))
     return Served(f"{Path(path).name}/{digest}", started, weights, sure=_since_start(get_server_args()))
 
 
@@ -178,17 +178,17 @@ def _adapters(paths: Any) -> dict[str, str]:
     """
     found = {}
     for each in paths or ():
-        folder = folder_of(each.lora_path, None, ADAPTER_CONFIG)
+        folder = folder_of(each.lora_path)
         found[each.lora_name] = adapter_digest(folder) or engine_id()
     return {"adapters": json.dumps(found, sort_keys=True)} if found else {}
 
 
-def _on_disk(path: str, load_format: str, revision: str | None) -> str:
-    """A name for the weights that are loaded from there now."""
+def _on_disk(path: str, load_format: str, revision: str | None = None, hub: str | None = None) -> str:
+    """A name for the weights that are loaded from there now. `hub`: `--download-dir`, which SGLang looks at when it starts only."""
     if load_format in FOREIGN_LOADS:
         return f"engine {engine_id()}"
     try:
-        folder = _folder(path, revision)
+        folder = _folder(path, revision, hub)
         if folder is not None:
             return weights_digest(folder, load_format)
     except Exception as error:  # noqa: BLE001 - SGLang's scheduler calls, and would end
@@ -196,16 +196,16 @@ def _on_disk(path: str, load_format: str, revision: str | None) -> str:
     return f"{path} {revision or ''} {load_format}"
 
 
-def _bytes_on_disk(path: str, revision: str | None = None) -> int:
+def _bytes_on_disk(path: str, revision: str | None = None, hub: str | None = None) -> int:
     """0: they are not here, or cannot be read."""
     try:
-        return weights_bytes(_folder(path, revision))
+        return weights_bytes(_folder(path, revision, hub))
     except Exception:  # noqa: BLE001 - as above
         return 0
 
 
-def _folder(path: str, revision: str | None) -> Path | None:
-    return Path(path) if os.path.isfile(path) else folder_of(path, revision)  # noqa: PTH113 - Path's may raise
+def _folder(path: str, revision: str | None, hub: str | None) -> Path | None:
+    return Path(path) if os.path.isfile(path) else folder_of(path, revision, hub)  # noqa: PTH113 - Path's may raise
 
 
 def _watch(weights: Weights, size_bytes: int) -> None:
@@ -227,12 +227,12 @@ def _watch(weights: Weights, size_bytes: int) -> None:
     def from_disk(
         original: Callable[..., Any], self: Any, model_path: str, load_format: str, *more: Any, **named: Any
     ) -> Any:
-        before = _on_disk(model_path, load_format, None)
+        before = _on_disk(model_path, load_format)
         weights.changed(before)
         named_right = False
         try:
             done = original(self, model_path, load_format, *more, **named)
-            named_right = done[0] and _on_disk(model_path, load_format, None) == before
+            named_right = done[0] and _on_disk(model_path, load_format) == before
             named_right &= _bytes_on_disk(model_path) >= WHOLE * size_bytes
             return done
         finally:

@@ -31,6 +31,7 @@ from flatcake_client.paged_kv import TurnFacts
 from flatcake_transport.errors import Unavailable
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -49,7 +50,10 @@ FLUSH: Final = "POST /reset_prefix_cache?reset_external=true to vLLM"
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a request. `salt`: None: nothing is known of the weights. `offered`: tokens that vLLM has, and FlatCake beyond."""
+    """What is known of a request.
+
+    `salt`: None: nothing is known of the weights, or not yet of its adapter. `offered`: tokens that vLLM has, and FlatCake beyond.
+    """
 
     request: Request
     salt: bytes | None
@@ -96,13 +100,13 @@ class SchedulerSide:
 
     def arrived(self, request: Request) -> None:
         known = self._of(request)
-        if self._loads_on and known.salt is not None:
+        if self._asks(known):
             self._ask(request, known)
 
     def matched(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those; None: ask again. And whether they come between steps."""
         known = self._of(request)
-        if not self._loads_on or known.tried or known.salt is None or request.skip_reading_prefix_cache:
+        if not self._asks(known) or known.tried or request.skip_reading_prefix_cache:
             return 0, False
         answer = self._lookups.poll(request.request_id)
         if not answer.waiting and self._stale(known, answer.found):
@@ -113,6 +117,7 @@ class SchedulerSide:
         if answer.waiting:
             return None, False
         known.asked_again = False
+        self._name(known)  # what was asked has learned its adapter
         hit = answer.found
         if hit is None:
             late = self._lookups.stats().late_total
@@ -132,6 +137,7 @@ class SchedulerSide:
         If this fails call `lost`: vLLM waits for a load from here on.
         """
         known = self._of(request)
+        self._name(known)
         known.started = True
         if not external_tokens or known.tried:
             return
@@ -259,8 +265,19 @@ class SchedulerSide:
 
     def _salt(self, request: Request) -> bytes | None:
         """VLLM's hashes have an adapter's name; what that name stands for may differ from one start to the next."""
-        weights = self._weights_salt()
-        return None if weights is None else weights + self._adapters.salt(request.lora_request)
+        weights, adapter = self._weights_salt(), self._adapters.salt(request.lora_request)
+        return None if weights is None or adapter is None else weights + adapter
+
+    def _name(self, known: _Known) -> None:
+        """Once it has KV, that is of whatever was loaded when it began."""
+        if known.salt is None and not known.started:
+            known.salt = self._salt(known.request)
+
+    def _asks(self, known: _Known) -> bool:
+        """Whether there is anything to find; if not, its adapter may have to be learned before it can be stored."""
+        if self._weights_salt() is None or (known.started and known.salt is None):
+            return False
+        return self._loads_on or known.salt is None
 
     def _weights_salt(self) -> bytes | None:
         try:
@@ -277,13 +294,15 @@ class SchedulerSide:
         blocks = (request.num_tokens - 1) // self._block_tokens
         known.asked_s = time.monotonic()
         self.tally.add("lookups")
-        look = partial(self._look, request.block_hashes[:blocks], known.salt or b"")
+        look = partial(self._look, request.block_hashes[:blocks], self._weights_salt() or b"", request.lora_request)
         self._lookups.submit(request.request_id, look, self._settings.lookup_timeout_s)
 
-    def _look(self, hashes: list[bytes], salt: bytes) -> Hit | None:
-        if not hashes:
+    def _look(self, hashes: list[bytes], weights: bytes, adapter: LoRARequest | None) -> Hit | None:
+        salt = self._adapters.learn(adapter)
+        if not hashes or salt is None or not self._loads_on:
             return None
-        hit = self._space.lookup(self._space.keys_of_hashes(hashes, salt), timeout_s=self._settings.lookup_timeout_s)
+        keys = self._space.keys_of_hashes(hashes, weights + salt)
+        hit = self._space.lookup(keys, timeout_s=self._settings.lookup_timeout_s)
         if hit.blocks:
             return hit
         hit.release()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -248,43 +249,63 @@ def _weights_digest(model: ModelConfig, load: LoadConfig) -> str:
     path = str(
         getattr(model, "model_weights", "") or model.model
     )  # vLLM may read them elsewhere than the configuration
-    folder = Path(path) if os.path.isfile(path) else folder_of(path, model.revision)  # noqa: PTH113 - Path's may raise
+    folder = Path(path) if os.path.isfile(path) else folder_of(path, model.revision, load.download_dir)  # noqa: PTH113 - Path's may raise
     if folder is not None and load.load_format != "dummy":
         return weights_digest(folder, *how)
     return hashlib.sha256(f"{' '.join(how)}{path}".encode()).hexdigest()[:32]
 
 
 class Adapters:
-    """Digests of LoRA adapters, each taken when its first request comes.
+    """Digests of LoRA adapters, each taken when its first request comes. Thread-safe.
 
     Once an adapter's files change vLLM may have either loaded (in place, or anew after it had no room for it), and its own cache KV of
     both, by name and path: from then on what it computes is stored for this process only.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], tuple[object, str]] = {}
+        self._lock = threading.Lock()
+        self._known: dict[
+            tuple[str, str], tuple[object, str]
+        ] = {}  # its files when it was first seen, and their digest, "" before it is taken
 
-    def salt(self, adapter: LoRARequest | None) -> bytes:
-        """As its files are now: a request whose salt is another at its end may be of both."""
+    def salt(self, adapter: LoRARequest | None) -> bytes | None:
+        """As its files are now: a request whose salt is another at its end may be of both. None: `learn` it first.
+
+        Looks at names and times only: for a scheduler's thread.
+        """
         if adapter is None:
             return b""
         key = (adapter.lora_name, adapter.lora_path)
-        known = self._known.get(key)
-        folder = folder_of(os.path.expanduser(adapter.lora_path), None, ADAPTER_CONFIG)  # noqa: PTH111 - Path's may raise
-        stamp = _stamp(folder)
-        if known is None:
-            known = stamp, adapter_digest(folder) or os.urandom(16).hex()
-        elif known[0] != stamp:
-            log.warning(
-                "the files of adapter %s at %s changed: what vLLM computes with it is not shared any more. Give changed weights a new path",
-                *key,
-            )
-            known = stamp, os.urandom(16).hex()
-        self._known.pop(key, None)
-        self._known[key] = known
-        if len(self._known) > ADAPTERS_MAX:  # the one asked for least recently, which vLLM has let go
-            del self._known[next(iter(self._known))]
-        return f"lora {adapter.lora_name} {adapter.lora_path} {known[1]}".encode()
+        stamp = _stamp(_adapter_folder(adapter))
+        with self._lock:
+            seen, digest = self._known.pop(key, (stamp, ""))
+            if seen != stamp:
+                log.warning(
+                    "the files of adapter %s at %s changed: what vLLM computes with it is not shared any more. Give changed weights a new path",
+                    *key,
+                )
+                digest = os.urandom(16).hex()
+            self._known[key] = stamp, digest
+            if len(self._known) > ADAPTERS_MAX:  # the one asked for least recently, which vLLM has let go
+                del self._known[next(iter(self._known))]
+        return f"lora {adapter.lora_name} {adapter.lora_path} {digest}".encode() if digest else None
+
+    def learn(self, adapter: LoRARequest | None) -> bytes | None:
+        """Its salt, after its files were read where they had not been: samples of some 256 KiB each. None: it is forgotten already."""
+        salt = self.salt(adapter)
+        if adapter is None or salt is not None:
+            return salt
+        digest = adapter_digest(_adapter_folder(adapter)) or os.urandom(16).hex()
+        key = (adapter.lora_name, adapter.lora_path)
+        with self._lock:
+            seen, before = self._known.get(key, (None, digest))
+            if not before:
+                self._known[key] = seen, digest
+        return self.salt(adapter)
+
+
+def _adapter_folder(adapter: LoRARequest) -> Path | None:
+    return folder_of(os.path.expanduser(adapter.lora_path))  # noqa: PTH111 - Path's may raise
 
 
 def _stamp(folder: Path | None) -> object:

@@ -112,6 +112,19 @@ def space_of(settings, **changed):
     return served.model, served.weights_name("")
 
 
+def test_weights_of_the_hub_are_those_in_the_download_directory(started, tmp_path):
+    """Elsewhere may be another commit of the model, which this engine has not loaded."""
+    names = set()
+    for commit in ("a", "b"):
+        root = tmp_path / commit / "models--some--model"
+        (root / "snapshots" / commit).mkdir(parents=True)
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_text(commit)
+        (root / "snapshots" / commit / "model.safetensors").write_bytes(commit.encode())
+        names.add(started(model_path="some/model", download_dir=str(tmp_path / commit)).started)
+    assert len(names) == 2
+
+
 def test_what_changes_kv_of_equal_shapes_is_another_space(settings, folder):
     first = space_of(settings)
     assert space_of(settings) == first

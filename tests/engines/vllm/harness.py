@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, LoadConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -45,7 +45,7 @@ def configuration(endpoint: str, shape: Any) -> Any:
             cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor", block_size=shape.block_tokens,
             enable_prefix_caching=True,
         ),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=LoadConfig(load_format="auto"),
         parallel_config=SimpleNamespace(
             rank=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1,
             prefill_context_parallel_size=1,

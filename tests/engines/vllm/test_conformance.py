@@ -12,7 +12,7 @@ import torch
 from conformance.connectors import Shape, check_connector
 from engines.vllm.harness import VllmHarness, cache_configuration, configuration
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.config import CacheConfig, LoRAConfig, ModelConfig, MultiModalConfig
+from vllm.config import CacheConfig, LoadConfig, LoRAConfig, ModelConfig, MultiModalConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
 from flatcake_client.engines import vllm_settings
@@ -139,7 +139,7 @@ def test_what_is_done_to_images_is_in_the_space():
 
 def test_a_model_that_drafts_is_in_the_space(tmp_path):
     """Its KV lies beside the other."""
-    load, of_draft = SimpleNamespace(load_format="auto"), SimpleNamespace(to_dict=dict)
+    load, of_draft = LoadConfig(load_format="auto"), SimpleNamespace(to_dict=dict)
 
     def drafting(path: Path | str, own_load: object = None) -> str:
         draft = SimpleNamespace(model=str(path), revision=None, seed=0, hf_config=of_draft)
@@ -161,7 +161,7 @@ def test_weights_are_their_files_or_else_their_path(tmp_path):
     def digest(path: Path, load_format: str = "auto", weights: Path | str = "") -> str:
         model = configuration("unix:///nowhere", Shape(model=str(path))).model_config
         model.model_weights = str(weights)
-        return _weights_digest(model, SimpleNamespace(load_format=load_format))
+        return _weights_digest(model, LoadConfig(load_format=load_format))
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -180,6 +180,20 @@ def test_weights_are_their_files_or_else_their_path(tmp_path):
         digests.add(digest(single))
     assert len(digests) == 2
     assert digest(Path("x" * 5000)) == digest(Path("x" * 5000)), "known by its name"
+
+
+def test_weights_of_the_hub_are_those_in_the_download_directory(tmp_path):
+    """Elsewhere may be another commit of the model, which this engine has not loaded."""
+    digests = set()
+    for commit, weights in (("a", b"first"), ("b", b"second")):
+        root = tmp_path / commit / "models--some--model"
+        (root / "snapshots" / commit).mkdir(parents=True)
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_text(commit)
+        (root / "snapshots" / commit / "model.safetensors").write_bytes(weights)
+        model = configuration("unix:///nowhere", Shape(model="some/model")).model_config
+        digests.add(_weights_digest(model, LoadConfig(download_dir=str(tmp_path / commit))))
+    assert len(digests) == 2
 
 
 def test_layers_are_in_order_whatever_their_names():

@@ -35,8 +35,8 @@ def side():
     side.close()
 
 
-def running(side, **more):
-    """A request of two blocks, that has them."""
+def running(side, *, waits=True, started=True, **more):
+    """A request of two blocks, that has them; `waits`: for an answer, `started`: it has its blocks."""
     request = SimpleNamespace(
         request_id="a", num_preemptions=0, lora_request=None, num_tokens=33, num_prompt_tokens=33, num_computed_tokens=32,
         block_hashes=[b"1", b"2"], skip_reading_prefix_cache=False, num_output_tokens=0, kv_transfer_params=None,
@@ -44,7 +44,10 @@ def running(side, **more):
     )  # fmt: skip
     vars(request).update(more)
     side.arrived(request)
-    side.allocated(request, [5, 6], 0)
+    if waits:
+        until(lambda: side.matched(request, 0)[0] is not None)
+    if started:
+        side.allocated(request, [5, 6], 0)
     return request
 
 
@@ -107,11 +110,64 @@ def test_what_ran_while_its_adapters_files_changed_is_not_stored(side, tmp_path)
 def test_adapters_that_are_known_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_settings, "ADAPTERS_MAX", 2)
     adapters = vllm_settings.Adapters()
-    salts = [adapters.salt(LoRARequest(str(number), 1, str(tmp_path))) for number in (0, 1, 0, 2)]
+    salts = [adapters.learn(LoRARequest(str(number), 1, str(tmp_path))) for number in (0, 1, 0, 2)]
     assert len(adapters._known) == 2
     assert adapters.salt(LoRARequest("2", 1, str(tmp_path))) == salts[3]
     assert adapters.salt(LoRARequest("0", 1, str(tmp_path))) == salts[0] == salts[2], "it is in use"
-    assert adapters.salt(LoRARequest("1", 1, str(tmp_path))) != salts[1], "it cannot be read, and was forgotten"
+    assert adapters.salt(LoRARequest("1", 1, str(tmp_path))) is None, "it was forgotten"
+    assert adapters.learn(LoRARequest("1", 1, str(tmp_path))) != salts[1], (
+        "it cannot be read: this process gives it a name"
+    )
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_an_adapters_files_are_not_read_on_vllms_thread(side, tmp_path, monkeypatch, loads):
+    """A file server that takes its time would else stop the whole engine."""
+    go, readers = threading.Event(), []
+    digest = vllm_settings.adapter_digest
+
+    def slow(folder):
+        readers.append(threading.get_ident())
+        go.wait(20)
+        return digest(folder)
+
+    monkeypatch.setattr(vllm_settings, "adapter_digest", slow)
+    side._loads_on = loads
+    side._settings = Settings(lookup_timeout_s=600.0)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"first")
+    adapter = LoRARequest("one", 1, str(tmp_path))
+    request = running(side, lora_request=adapter, waits=False)
+    assert not stored(side, request), "it is computed, and not waited for"
+    request = running(side, lora_request=adapter, waits=False, started=False)
+    assert side.matched(request, 0) == (None, False)
+    go.set()
+    until(lambda: side.matched(request, 0)[0] is not None)
+    side.allocated(request, [5, 6], 0)
+    assert stored(side, request)
+    assert threading.get_ident() not in readers
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked for meanwhile", "not asked for"])
+def test_an_adapter_whose_files_change_while_they_are_read_has_no_name_that_others_know(tmp_path, monkeypatch, asked):
+    """VLLM may have loaded it before: what it computes is of the files of then."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"first")
+    adapter, digest = LoRARequest("one", 1, str(tmp_path)), vllm_settings.adapter_digest
+    adapters = vllm_settings.Adapters()
+
+    def meanwhile(folder):
+        (tmp_path / "adapter_model.safetensors").write_bytes(b"second")
+        if asked:
+            adapters.salt(adapter)
+        return digest(folder)
+
+    monkeypatch.setattr(vllm_settings, "adapter_digest", meanwhile)
+    salts = [adapters.learn(adapter)]
+    monkeypatch.undo()
+    salts.append(vllm_settings.Adapters().learn(adapter))
+    assert None not in salts
+    assert salts[0] != salts[1]
 
 
 def test_a_lookup_without_an_answer_in_time_is_a_miss_and_counted(side):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,28 @@ def test_where_a_model_lies(tmp_path):
     assert folder_of("nobody/has-this-model") is None
     assert folder_of("s3://bucket/model") is None
     assert folder_of("a" * 5000) is None, "a path that is too long is one where nothing lies"
+
+
+def test_a_model_of_the_hub_lies_where_the_engine_downloads_it(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    folder = snapshot(tmp_path / "there", "some/model", "c0ffee00" * 5)
+    assert folder_of("some/model", None, str(tmp_path / "there")) == folder
+    assert folder_of("some/model", "c0ffee00" * 5, str(tmp_path / "there")) == folder
+    assert folder_of("some/model", "other", str(tmp_path / "there")) is None
+    assert folder_of("some/model", None, str(tmp_path / "here")) is None
+    assert folder_of("some/model") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["there"], "nothing is made where nothing lies"
+
+
+def snapshot(hub: Path, model: str, commit: str) -> Path:
+    """As the hub's own cache lies on a disk, of weights alone."""
+    root = hub / f"models--{model.replace('/', '--')}"
+    folder = root / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(commit)
+    (folder / "model.safetensors").write_bytes(commit.encode())
+    return folder
 
 
 def test_an_adapter_is_its_weights_and_its_configuration(tmp_path):
