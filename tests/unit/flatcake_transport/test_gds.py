@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
 import sys
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +14,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conformance.movers import Setting, check_mover, random_bytes
+from waiting import pause, until
 
 from flatcake_transport.address import Medium
-from flatcake_transport.errors import Unavailable
+from flatcake_transport.errors import Hangs, Unavailable
 from flatcake_transport.mover import FileSpan, MemorySpan, Move
-from flatcake_transport.movers import gds, mover_for
+from flatcake_transport.movers import gds, mover_for, pool
 from flatcake_transport.movers.gds import HANDLES_MAX, GdsMover, gds_available
 from flatcake_transport.movers.memory import MemoryMover
 from flatcake_transport.movers.posix import PosixMover
@@ -160,19 +164,143 @@ def test_fewer_bytes_than_asked_for_are_a_failure(kvikio: Kvikio, tmp_path: Path
     os.close(fd)
 
 
+class Hanging:
+    """Reads of one file of kvikio's never end until they are told to."""
+
+    def __init__(self, kvikio: Kvikio, path: Path) -> None:
+        self.begun: list[Future] = []
+        real = kvikio.CuFile.pread
+
+        def pread(file, buf, size=None, file_offset=0, task_size=None):
+            if Path(f"/proc/self/fd/{file.fd}").readlink() != path:
+                return real(file, buf, size, file_offset)
+            self.begun.append(Future())
+            return IOFuture(self.begun[-1])
+
+        kvikio.CuFile.pread = pread
+
+    def end(self) -> None:
+        for future in self.begun:
+            if not future.done():
+                future.set_result(PAGE)
+
+
+def read(span: FileSpan, device: int) -> Move:
+    return Move(dataclasses.replace(span, device=device), MemorySpan(DeviceArray(np.zeros(PAGE, np.uint8))))
+
+
 def test_a_file_that_cannot_be_opened_fails_its_transfer_after_the_others_rest(kvikio: Kvikio, tmp_path: Path) -> None:
-    mover = GdsMover(kvikio)
-    fd, span, content = span_of(tmp_path / "a", PAGE)
-    first = DeviceArray(np.zeros(PAGE, np.uint8))
-    transfer = mover.submit(
-        [
-            Move(span, MemorySpan(first)),
-            Move(FileSpan(9999, 0, PAGE), MemorySpan(DeviceArray(np.zeros(PAGE, np.uint8)))),
-        ]
-    )
-    with pytest.raises(Unavailable):
+    mover, real = GdsMover(kvikio), kvikio.CuFile
+    (fd, span, _), (bad, gone, _) = (span_of(tmp_path / name, PAGE) for name in ("a", "bad"))
+    others = Hanging(kvikio, tmp_path / "a")
+
+    def opened(file: str, flags: str) -> object:
+        if Path(file).readlink() == tmp_path / "bad":
+            until(lambda: others.begun)
+            raise OSError(errno.EACCES, "Permission denied")
+        return real(file, flags)
+
+    kvikio.CuFile = opened  # type: ignore[assignment]
+    transfer = mover.submit([read(span, 1), read(gone, 1)])
+    until(lambda: mover.stats().failures == 1)
+    with pytest.raises(TimeoutError):
+        transfer.wait(0.01)
+    others.end()
+    with pytest.raises(Unavailable, match="Permission denied"):
         transfer.wait(30)
-    assert np.array_equal(first.data, content)
+    mover.close()
+    os.close(fd)
+    os.close(bad)
+
+
+def test_a_device_that_hangs_holds_up_no_other_and_leaves_kvikio_threads(kvikio: Kvikio, tmp_path: Path) -> None:
+    mover = GdsMover(kvikio)
+    (bad, stuck, _), (good, healthy, content) = (span_of(tmp_path / name, PAGE) for name in ("bad", "good"))
+    hanging = Hanging(kvikio, tmp_path / "bad")
+    hung = mover.submit([read(stuck, 1)] * 3 * gds.COMMANDS_MAX)
+    until(lambda: len(hanging.begun) == gds.COMMANDS_MAX)
+    move = read(healthy, 2)
+    mover.submit([move]).wait(30)
+    assert np.array_equal(move.target.data.data, content)
+    assert len(hanging.begun) == gds.COMMANDS_MAX < kvikio.settings["num_threads"]
+    until(lambda: hanging.end() or hung.done())
+    hung.wait(0)
+    mover.close()
+    os.close(bad)
+    os.close(good)
+
+
+def test_who_waits_for_a_device_that_hangs_is_told_and_what_has_not_begun_is_given_up(
+    kvikio: Kvikio, tmp_path: Path, monkeypatch
+) -> None:
+    mover = GdsMover(kvikio)
+    fd, span, _ = span_of(tmp_path / "bad", PAGE)
+    hanging = Hanging(kvikio, tmp_path / "bad")
+    stuck = mover.submit([read(span, 1)] * gds.COMMANDS_MAX)
+    waits = mover.submit([read(span, 1)])
+    until(lambda: len(hanging.begun) == gds.COMMANDS_MAX)
+    with pytest.raises(TimeoutError) as error:
+        stuck.wait(0.001)
+    assert not isinstance(error.value, Hangs), "10 s are not over"
+    monkeypatch.setattr(pool, "HANGS_S", 0.0)
+    with pytest.raises(Hangs):
+        stuck.wait(0.001)
+    for given_up in (waits, mover.submit([read(span, 1)])):
+        with pytest.raises(Unavailable, match="not answered"):
+            given_up.wait(30)
+    hanging.end()
+    stuck.wait(30)
+    mover.close()
+    os.close(fd)
+
+
+def test_reads_go_before_writes(kvikio: Kvikio, tmp_path: Path) -> None:
+    mover = GdsMover(kvikio)
+    fd, span, _ = span_of(tmp_path / "bad", PAGE)
+    hanging = Hanging(kvikio, tmp_path / "bad")
+    reads = mover.submit([read(span, 1)])
+    write = mover.submit([Move(MemorySpan(DeviceArray(np.ones(PAGE, np.uint8))), dataclasses.replace(span, device=1))])
+    until(lambda: hanging.begun)
+    pause(0.02)
+    assert not write.done()
+    assert not any("+" in flags for _, flags in kvikio.opened)
+    hanging.end()
+    reads.wait(30)
+    write.wait(30)
+    mover.close()
+    os.close(fd)
+
+
+def test_a_file_that_hangs_while_it_is_opened_holds_up_no_other_device(kvikio: Kvikio, tmp_path: Path) -> None:
+    mover, real, gate = GdsMover(kvikio), kvikio.CuFile, threading.Event()
+    (bad, stuck, _), (good, healthy, _) = (span_of(tmp_path / name, PAGE) for name in ("bad", "good"))
+
+    def opened(file: str, flags: str) -> object:
+        if Path(file).readlink() == tmp_path / "bad":
+            gate.wait(30)
+        return real(file, flags)
+
+    kvikio.CuFile = opened  # type: ignore[assignment]
+    hung = mover.submit([read(stuck, 1)])
+    mover.submit([read(healthy, 2)]).wait(20)
+    assert not hung.done()
+    gate.set()
+    hung.wait(30)
+    mover.close()
+    os.close(bad)
+    os.close(good)
+
+
+def test_what_cufile_raises_is_a_failed_move(kvikio: Kvikio, tmp_path: Path) -> None:
+    mover = GdsMover(kvikio)
+    fd, span, _ = span_of(tmp_path / "a", PAGE)
+    failed: Future = Future()
+    failed.set_exception(RuntimeError("cuFile error 5030"))
+    kvikio.CuFile.pread = lambda *_: IOFuture(failed)
+    with pytest.raises(Unavailable, match="by cuFile: cuFile error 5030"):
+        mover.submit([read(span, 1)]).wait(30)
+    assert mover.stats().failures == 1
+    mover.close()
     os.close(fd)
 
 

@@ -1,9 +1,13 @@
-"""Files straight to and from GPU memory, through kvikio's cuFile. Thin: kvikio has the threads and the fallbacks.
+"""Files straight to and from GPU memory, through kvikio's cuFile. Thin: kvikio has the fallbacks.
 
     file span <-> memory span (CUDA tensor, or anything with __cuda_array_interface__)
 
 Whether bytes really go from disk to GPU by DMA is cuFile's decision (nvidia-fs loaded, the file system, O_DIRECT, alignment);
 `stats().path` says what cuFile itself answers: "gds", or "gds-compat" where it or kvikio copies through host memory.
+
+Each device has a line of its own (pool.py), as in the posix mover, with a thread of ours that waits for each command. But kvikio
+does them in threads that all devices share: it gets more of them than one device may have commands, so that one that hangs, with all
+it has, leaves some to others. Run on a GPU this was never: what is tested is how we wait for a kvikio of our own (tests/unit).
 
 kvikio opens paths, and we hold descriptors: `/proc/self/fd/N` opens the same file again, with its own flags. That needs the
 file's permission, not the directory's. Handles are kept for the files used last; each is bound to the inode, so a number that the
@@ -19,19 +23,20 @@ import ctypes
 import importlib
 import os
 import threading
-import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.layout import ALIGN_BYTES
 from flatcake_transport.mover import FileSpan, MemorySpan, Move, MoverStats, Region
+from flatcake_transport.movers.pool import Batch, Command, Commands
 
 HANDLES_MAX: Final = 64  # two descriptors and a cuFile registration each
-THREADS: Final = 8  # kvikio's own default is 1
-_POLL_S: Final = 50e-6
+COMMANDS_MAX: Final = 8  # under way to one device
+IN_FLIGHT_BYTES_MAX: Final = 32 << 20  # the same, in the 4 MiB that kvikio cuts them into
+THREADS: Final = 4 * COMMANDS_MAX  # kvikio's own default is 1; those of three devices that hang leave a fourth its own
 
 
 def gds_available(fd: int | None = None) -> str | None:
@@ -84,10 +89,9 @@ class GdsMover:
         self._kvikio = kvikio
         if "KVIKIO_NTHREADS" not in os.environ and kvikio.defaults.get("num_threads") < THREADS:
             kvikio.defaults.set("num_threads", THREADS)
+        self._lines = Commands("gds", COMMANDS_MAX, IN_FLIGHT_BYTES_MAX)
         self._lock = threading.Lock()
-        self._closed = False
         self._files: OrderedDict[tuple[int, int, bool], Any] = OrderedDict()
-        self._flying: weakref.WeakSet[GdsTransfer] = weakref.WeakSet()
         self._moves = self._commands = self._bytes = self._failures = 0
 
     def register(self, region: Region) -> None:
@@ -95,60 +99,57 @@ class GdsMover:
         if region.device != "cpu" and region.keep is not None:
             self._kvikio.buffer.memory_register(region.keep)
 
-    def submit(self, moves: Sequence[Move]) -> GdsTransfer:
+    def submit(self, moves: Sequence[Move]) -> Batch:
         """Start file <-> device memory moves.
 
         Raises:
             ValueError: other kinds of spans, host memory, unequal sizes, or a direct span that is not on 4 KiB.
             Unavailable: closed.
         """
-        for move in moves:
-            _check(move)
+        commands = [self._command(move) for move in moves]
+        batch = self._lines.submit(commands, yields=all(isinstance(move.target, FileSpan) for move in moves))
         with self._lock:
-            if self._closed:
-                raise Unavailable("the gds mover is closed")
             self._moves += len(moves)
-        transfer = GdsTransfer(self)
-        self._flying.add(transfer)
-        for move in moves:
-            try:
-                transfer.add(*self._start(move))
-            except (OSError, RuntimeError) as error:
-                # Those already started go on; `wait` waits for them and then raises this.
-                transfer.fail(error)
-                break
-        return transfer
+        return batch
 
-    def _start(self, move: Move) -> tuple[Any, int, Any]:
-        source, target = move.source, move.target
-        writes = isinstance(target, FileSpan)
-        span = target if isinstance(target, FileSpan) else source
-        memory = source if isinstance(source, MemorySpan) else target
-        assert isinstance(span, FileSpan)
-        assert isinstance(memory, MemorySpan)
-        file = self._file(span.fd, writes=writes)
-        command = file.pwrite if writes else file.pread
-        return command(memory.data, span.size_bytes, span.offset), span.size_bytes, (file, move)
+    def _command(self, move: Move) -> Command:
+        file, memory = _checked(move)
+        writes = file is move.target
+        return file.device, file.size_bytes, partial(self._transfer, file, memory, writes=writes)
+
+    def _transfer(self, span: FileSpan, memory: MemorySpan, *, writes: bool) -> None:
+        moved = 0
+        try:
+            file = self._file(span.fd, writes=writes)
+            command = file.pwrite if writes else file.pread
+            moved = int(command(memory.data, span.size_bytes, span.offset).get())
+        except RuntimeError as error:
+            raise Unavailable(f"bytes could not be moved by cuFile: {error}") from error
+        finally:
+            with self._lock:
+                self._commands += 1
+                self._bytes += moved
+                self._failures += moved != span.size_bytes
+        if moved != span.size_bytes:
+            raise Unavailable(f"{moved} of {span.size_bytes} bytes moved: the file ended or took no more")
 
     def _file(self, fd: int, *, writes: bool) -> Any:
-        """The cuFile handle of a descriptor's file. Dropped ones close when their last transfer is gone."""
+        """The cuFile handle of a descriptor's file. Dropped ones close when their last transfer is gone.
+
+        Opened and closed without the lock: either may take as long as a device hangs.
+        """
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino, writes)
         with self._lock:
-            file = self._files.get(key)
-            if file is None:
-                file = self._files[key] = self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r+" if writes else "r")
-                while len(self._files) > HANDLES_MAX:
-                    self._files.popitem(last=False)
-            self._files.move_to_end(key)
-            return file
-
-    def landed(self, commands: int, moved_bytes: int, failures: int) -> None:
-        """A transfer of ours came to rest."""
+            known = self._files.get(key)
+        made = known or self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r+" if writes else "r")
+        dropped = []
         with self._lock:
-            self._commands += commands
-            self._bytes += moved_bytes
-            self._failures += failures
+            file = self._files.setdefault(key, made)
+            self._files.move_to_end(key)
+            while len(self._files) > HANDLES_MAX:
+                dropped.append(self._files.popitem(last=False))
+        return file
 
     def stats(self) -> MoverStats:
         try:
@@ -168,79 +169,29 @@ class GdsMover:
             )
 
     def close(self) -> None:
+        self._lines.close()
         with self._lock:
-            self._closed = True
-        for transfer in list(self._flying):
-            transfer.rest()
-        with self._lock:
+            files = list(self._files.values())
             self._files.clear()
+        del files  # closed without the lock
 
 
-class GdsTransfer:
-    """kvikio futures under way. Thread-safe."""
-
-    def __init__(self, mover: GdsMover) -> None:
-        self._mover = mover
-        self._lock = threading.Lock()
-        self._futures: list[tuple[Any, int]] = []
-        self._keep: list[Any] = []
-        self._error: Exception | None = None
-        self._rested = False
-
-    def add(self, future: Any, size_bytes: int, keep: Any) -> None:
-        """One more move, before the transfer is handed out."""
-        self._futures.append((future, size_bytes))
-        self._keep.append(keep)
-
-    def fail(self, error: Exception) -> None:
-        """A move could not be started."""
-        self._error = error
-
-    def done(self) -> bool:
-        return self._rested or all(future.done() for future, _ in self._futures)
-
-    def rest(self) -> None:
-        """Block until nothing of this transfer touches memory, and remember the first failure."""
-        with self._lock:
-            if self._rested:
-                return
-            moved = failures = 0
-            for future, size_bytes in self._futures:
-                try:
-                    count = int(future.get())
-                    moved += count
-                    if count != size_bytes:
-                        raise EOFError(f"{count} of {size_bytes} bytes moved: the file ended or took no more")  # noqa: TRY301 - one error path
-                except (OSError, RuntimeError, EOFError) as error:
-                    failures += 1
-                    self._error = self._error or error
-            self._mover.landed(len(self._futures), moved, failures)
-            self._rested = True
-            self._futures, self._keep = [], []
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """See `Transfer.wait`. kvikio's futures know no timeout, so one is kept by asking."""
-        if timeout_s is not None:
-            deadline_s = time.monotonic() + timeout_s
-            while not self.done():
-                if time.monotonic() >= deadline_s:
-                    raise TimeoutError("the moves have not landed yet")
-                time.sleep(_POLL_S)
-        self.rest()
-        if self._error is not None:
-            raise Unavailable(f"bytes could not be moved by cuFile: {self._error}") from self._error
-
-
-def _check(move: Move) -> None:
+def _checked(move: Move) -> tuple[FileSpan, MemorySpan]:
+    """Raises: ValueError: not a move of ours."""
+    source, target = move.source, move.target
     if move.checks is not None:
         raise ValueError("gds takes no checksums: the memory mover does, where it gathers")
-    kinds = {type(move.source), type(move.target)}
-    if kinds != {FileSpan, MemorySpan}:
-        raise ValueError(f"gds moves between files and memory, not {type(move.source)} to {type(move.target)}")
-    for span in (move.source, move.target):
-        if isinstance(span, MemorySpan) and not hasattr(span.data, "__cuda_array_interface__"):
-            raise ValueError("gds moves to and from CUDA memory; host memory goes through posix")
-        if isinstance(span, FileSpan) and span.direct and (span.offset % ALIGN_BYTES or span.size_bytes % ALIGN_BYTES):
-            raise ValueError(f"a direct span starts and ends on {ALIGN_BYTES}: {span}")
-    if move.source.size_bytes != move.target.size_bytes:
-        raise ValueError(f"{move.source.size_bytes} bytes to {move.target.size_bytes} bytes")
+    if isinstance(source, FileSpan) and isinstance(target, MemorySpan):
+        file, memory = source, target
+    elif isinstance(source, MemorySpan) and isinstance(target, FileSpan):
+        file, memory = target, source
+    else:
+        kinds = f"{type(source).__name__} to {type(target).__name__}"
+        raise ValueError(f"gds moves between files and memory, not {kinds}")  # noqa: TRY004 - see Mover.submit
+    if not hasattr(memory.data, "__cuda_array_interface__"):
+        raise ValueError("gds moves to and from CUDA memory; host memory goes through posix")
+    if file.direct and (file.offset % ALIGN_BYTES or file.size_bytes % ALIGN_BYTES):
+        raise ValueError(f"a direct span starts and ends on {ALIGN_BYTES}: {file}")
+    if source.size_bytes != target.size_bytes:
+        raise ValueError(f"{source.size_bytes} bytes to {target.size_bytes} bytes")
+    return file, memory

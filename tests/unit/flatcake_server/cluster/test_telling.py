@@ -191,10 +191,10 @@ def test_what_nobody_foresaw_does_not_end_the_telling(node, monkeypatch, where):
 @pytest.mark.parametrize("where", ["add", "remove"])
 def test_no_commit_fails_for_what_is_not_told_and_it_is_told_later(node, monkeypatch, caplog, where):
     fails_at_first(monkeypatch, node.telling.publisher, where)
-    node.catalog.segments = [SimpleNamespace(keys=KEYS, first_block=0, blocks=len(KEYS))]
 
     async def work():
         await soon(lambda: not node.telling._untold.is_set())
+        node.catalog.segments = [SimpleNamespace(keys=KEYS, first_block=0, blocks=len(KEYS))]
         node.changes(visible=True)
         await soon(lambda: node.directory.of(MINE) == ANCHORS)
         node.changes(visible=False)
