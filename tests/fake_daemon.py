@@ -66,6 +66,7 @@ class FakeDaemon(store_pb2_grpc.StoreServicer):
         self.turns: dict[int, Turn] = {}
         self.leases: set[int] = set()
         self.attached: set[int] = set()
+        self.handing = threading.Lock()  # who has it finds no descriptor here that is handed over already
         self.released: list[int] = []
         self.aborted: list[str] = []
         self.unheard: list[int] = []
@@ -156,12 +157,13 @@ class FakeDaemon(store_pb2_grpc.StoreServicer):
                     stall.wait(10)
                 elif stall is not None:
                     reply, fds = Reply(Status.FAILED, text="no such file"), []
-                connection.sendmsg(
-                    [encode_reply(reply)],
-                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [],
-                )
-                for fd in fds:
-                    os.close(fd)
+                with self.handing:
+                    connection.sendmsg(
+                        [encode_reply(reply)],
+                        [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [],
+                    )
+                    for fd in fds:
+                        os.close(fd)
             self.attached.discard(attach.client_id)
 
     def _hand(self, request: Any) -> tuple[Reply, list[int]]:

@@ -6,6 +6,7 @@ from threading import Thread
 
 import numpy as np
 import pytest
+from kv import connect
 
 import flatcake_client as fc
 from flatcake_client.engines import sglang_pages
@@ -20,7 +21,7 @@ SLOTS = np.arange(PAGES)
 def stores_of(daemon, shards=1):
     """A rank each: its own client, its own bytes."""
     for shard in range(shards):
-        client = fc.connect(daemon.endpoint, timeout_s=2)
+        client = connect(daemon)
         planes = [np.random.default_rng(10 * shard + n).integers(0, 256, (PAGES, 4096), np.uint8) for n in range(2)]
         yield PageStore(
             client, planes, model="m", dtype="uint8", page_tokens=4, layout="test", shards=shards, shard=shard,

@@ -16,5 +16,5 @@ def daemon(tmp_path):
 
 @pytest.fixture
 def client(daemon):
-    with fc.connect(daemon.endpoint, name="test") as connected:
+    with fc.connect(daemon.endpoint, name="test", timeout_s=20.0) as connected:
         yield connected
