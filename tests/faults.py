@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,8 +35,9 @@ def broken(root: Path) -> Iterator[None]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Session files below an SSD path, oldest first."""
-    return sorted((path / "sessions").rglob("*.kv"), key=lambda file: file.name)
+    """Session files below an SSD path, oldest first. A daemon may take them away meanwhile, and their directories."""
+    found = (Path(folder, name) for folder, _, names in os.walk(path / "sessions") for name in names)
+    return sorted((file for file in found if file.suffix == ".kv"), key=lambda file: file.name)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:

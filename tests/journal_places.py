@@ -108,15 +108,17 @@ class RocksPlace:
 
     def kill(self) -> RocksPlace:
         """What is in the kernel's hands is what the next process reads; what is in this one's memory is gone."""
-        copy = self.root.with_name(self.root.name + "-killed")
-        for again in range(KILLS_MAX):
-            shutil.rmtree(copy, ignore_errors=True)
-            try:
-                shutil.copytree(self.root, copy)
-                break
-            except (
-                shutil.Error
-            ):  # RocksDB has deleted in the background what it needs no more: no process died at such a moment
-                if again == KILLS_MAX - 1:
-                    raise
-        return RocksPlace(copy)
+        return RocksPlace(copied_alive(self.root, self.root.with_name(self.root.name + "-killed")))
+
+
+def copied_alive(root: Path, copy: Path) -> Path:
+    """A copy of what a living RocksDB has on the disk, as a kill leaves it."""
+    for again in range(KILLS_MAX):
+        shutil.rmtree(copy, ignore_errors=True)
+        try:
+            shutil.copytree(root, copy)
+            break
+        except shutil.Error:  # it has deleted in the background what it needs no more: nobody died at such a moment
+            if again == KILLS_MAX - 1:
+                raise
+    return copy

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conformance.journals import BOOT, SPACE, file_of, segment_of, session_of
 from disk_path import DiskPath, flip, same_segment
-from journal_places import RocksPlace
+from journal_places import RocksPlace, copied_alive
 from rocksdict import Options, Rdict
 
 from flatcake_server import offline
@@ -35,8 +35,8 @@ def made(tmp_path_factory):
         for turn in range(6):
             path.turn(f"s{turn % 3}", 1)
         segments = path.segments
-        shutil.copytree(root, root.with_name("killed"))  # the log as a kill leaves it
-    return root.with_name("killed"), segments
+        killed = copied_alive(root, root.with_name("killed"))
+    return killed, segments
 
 
 def copied(made, tmp_path):
