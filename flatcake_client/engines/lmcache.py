@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Final, TypeVar
 
 import torch
@@ -110,6 +111,12 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
         self._loads = Workers("load", int(settings.get("load_threads", 2)), waiting_max)
         self._stores = Workers("store", 1, waiting_max)  # one: a batch's predecessor is visible before the batch comes
         self._edge = Edge(log, "its chunks are computed")
+        if config.pre_caching_hash_algorithm == "builtin" or find_spec("vllm") is None:  # then LMCache takes it as well
+            log.warning(
+                "LMCache names chunks by Python's hash(): a prompt can be made whose chunks have the names of another's, and its KV is then "
+                "given for that. Unless all who send prompts are trusted set pre_caching_hash_algorithm to sha256_cbor, which LMCache takes "
+                "from vLLM, or run LMCache's server"
+            )
         if config.pre_caching_hash_algorithm == "builtin" and "PYTHONHASHSEED" not in os.environ:
             log.warning(
                 "LMCache names chunks by Python's hash(), which differs in every process: nothing will be found after a restart. "

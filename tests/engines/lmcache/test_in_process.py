@@ -18,6 +18,7 @@ from lmcache.v1.memory_management import BytesBufferMemoryObj
 from waiting import until
 
 import flatcake_client as fc
+from flatcake_client.engines import lmcache
 from flatcake_client.engines.lmcache import settings_of
 
 CHUNK = 16
@@ -235,6 +236,18 @@ def test_a_store_that_nobody_waits_for_reads_only_memory_it_holds(engines, monke
 @pytest.mark.parametrize("options", [{"settings": {"treads": 2}}, {"use_layerwise": True}])
 def test_what_cannot_be_is_declined_at_the_start(engines, options):
     assert engines(**options).backend.connection is None, "LMCache says why, and goes on without"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "vllm", "warns"),
+    [("builtin", True, True), ("sha256_cbor", False, True), ("sha256_cbor", True, False)],
+)
+def test_names_that_can_be_made_on_purpose_are_warned_of(engines, monkeypatch, algorithm, vllm, warns):
+    lines = []
+    monkeypatch.setattr(lmcache, "find_spec", lambda _: vllm or None)
+    monkeypatch.setattr(lmcache.log, "warning", lambda line, *_: lines.append(line))
+    engines(pre_caching_hash_algorithm=algorithm)
+    assert any("a prompt can be made" in line for line in lines) == warns
 
 
 def test_settings_are_found_by_the_name_of_the_plugin():
