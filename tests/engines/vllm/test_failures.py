@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 
 import pytest
@@ -10,7 +11,8 @@ from engines.vllm.running import BLOCK, Held, prompt
 from vllm import SamplingParams
 
 from flatcake_client import Hit, Restore, Space, Turn
-from flatcake_client.paged_kv import Loaded, PagedKv
+from flatcake_client.keys import KeyArray
+from flatcake_client.paged_kv import Loaded, PagedKv, Stored
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
 
 BLOCKS = 9
@@ -173,17 +175,27 @@ def test_a_request_aborted_in_any_state(engine, expected, stored, monkeypatch, h
 
 
 def test_too_many_stores_are_dropped(engine, expected, monkeypatch):
-    call = Held(monkeypatch, Space, "begin_turn")
+    """The one that is begun holds its blocks until it has been stored; there is no room beside it for another."""
+    prompts = [prompt(240 + number, 300) for number in range(4)]
+    right = [expected(ids, 2) for ids in prompts]
+    gate, stored = threading.Event(), []
+
+    def held(_kv: PagedKv, keys: KeyArray, *_: object, **__: object) -> Stored:
+        stored.append(len(keys))
+        assert gate.wait(120)
+        return Stored(len(keys))
+
+    monkeypatch.setattr(PagedKv, "store", held)
     monkeypatch.setattr(engine.scheduler, "_held_blocks_max", 12)
     sampling = SamplingParams(temperature=0, max_tokens=2, detokenize=False, ignore_eos=True)
-    prompts = [prompt(240 + number, 300) for number in range(4)]
     outputs = engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == [expected(ids, 2) for ids in prompts]
-    call.open.set()
+    assert [list(output.outputs[0].token_ids) for output in outputs] == right
+    assert engine.scheduler._held_blocks == 9
+    gate.set()
     engine.drain()
     counts = engine.counts()
-    # The one that is begun fails where the daemon was slow to answer a lookup before, and is not asked for a second.
-    assert (counts["stores"] + counts["stores_failed"], counts["stores_dropped"]) == (1, 3)
+    assert stored == [9]
+    assert (counts["stores"], counts["stores_failed"], counts["stores_dropped"]) == (1, 0, 3)
 
 
 def test_asleep_nothing_touches_the_kv(engine, expected, stored):
