@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 from daemon import Daemon
-from kv import Kv, connect
+from kv import PATIENT_S, Kv, connect
 
 STEPS = ("begun", "half", "written", "asked", "committed")
 LAYERS = {"begun": 0, "half": 1}
@@ -30,7 +30,7 @@ def engine(node, model, work):
         import numpy as np
         import flatcake_client as fc
         from kv import Kv
-        kv = Kv(fc.connect({node.endpoint!r}, timeout_s=20.0), model={model!r})
+        kv = Kv(fc.connect({node.endpoint!r}, timeout_s={PATIENT_S}), model={model!r})
         keys = kv.space.keys(kv.tokens(1, 6))
     """
     source = dedent(code) + dedent(work) + "\nprint('here', flush=True)\nsys.stdin.read()\n"
