@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 SILENCE_LEASES = 10
 TICK_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
+OPEN_S = 60.0  # of a path: a command to a disk that is dying fails after half a minute
 CANNOT_NOW = 3  # the exit code of every command that could not do what it was told
 
 
@@ -211,7 +212,7 @@ class Node:
             take_socket(self.config.socket)
             self.build_store()
             self._build_wire()
-            self.adopt()
+            await self.adopt()
             await self._fit_bounds()
             self.handover.start()
             tcp = parse_listen(self.config.grpc_listen)
@@ -243,12 +244,19 @@ class Node:
             self.reports.ready_s,
         )
 
-    def adopt(self) -> None:
-        """Open the SSD paths and take over what is on them. Blocks. Raises: as `start`."""
+    async def adopt(self) -> None:
+        """Open the SSD paths and take over what is on them. Blocks but where one hangs. Raises: as `start`."""
         images: list[tuple[Disk, JournalImage]] = []
-        for disk in self.disks.values():
+        opening = {disk: asyncio.ensure_future(disk.run(disk.open)) for disk in self.disks.values()}
+        if opening:
+            await asyncio.wait(opening.values(), timeout=OPEN_S)
+        for disk, opened in opening.items():
             with self._or_without(disk):
-                disk.open()
+                if not opened.done():
+                    raise Unavailable(
+                        f"SSD path {disk.path} cannot be opened: its disk has not answered for {OPEN_S:g} s"
+                    )
+                opened.result()
                 image = disk.journal.load(self.config.node_id)
                 self.numbers.session_no = max(self.numbers.session_no, image.next_session_no)
                 self.numbers.file_id = max(self.numbers.file_id, image.next_file_id)
@@ -379,20 +387,26 @@ async def run(config: NodeConfig) -> int:
     # A start makes a few objects a segment, and all of them stay: looking through them for garbage, then and ever after,
     # takes a third of a start with 10 M blocks, and later a tenth of a second out of somebody's lookup.
     gc.disable()
+    starting, told, code = asyncio.ensure_future(node.start()), asyncio.ensure_future(stopping.wait()), 0
     try:
-        await node.start()
+        await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            gc.enable()
+            gc.freeze()
+            await told
+        log.info("stopping")
     except FlatCakeError as error:
         log.error("%s", error)
-        return CANNOT_NOW
+        code = CANNOT_NOW
     finally:
         gc.enable()
-    gc.freeze()
-    await stopping.wait()
-    log.info("stopping")
+    starting.cancel()  # once: it lets go of what it has
+    await asyncio.gather(starting, return_exceptions=True)
     if not await node.stop():
         logging.shutdown()
         os._exit(CANNOT_NOW)  # the interpreter would wait for the threads that hang
-    return 0
+    return code
 
 
 def serve(config: NodeConfig) -> int:

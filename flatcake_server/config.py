@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,13 +22,18 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from flatcake_server.config_checks import one_line, refuse_bad_cluster, refuse_bad_paths, unknown_option
+from flatcake_server.config_checks import (
+    one_line,
+    refuse_bad_cluster,
+    refuse_bad_paths,
+    ssd_path_refusal,
+    unknown_option,
+)
 from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
 from flatcake_transport.endpoint import socket_candidates
 from flatcake_transport.layout import ALIGN_BYTES, GRANULE_BYTES_MIN
 from flatcake_transport.served import STAGED_BYTES_MAX
 from flatcake_transport.units import (
-    approximate_size,
     format_size,
     parse_duration,
     parse_listen,
@@ -346,28 +350,13 @@ class NodeConfig(BaseModel):
 
 
 def check_ssd_paths(config: NodeConfig) -> None:
-    """Look whether the directories are there and writable, before anything is opened.
+    """Look at the directories before anything is opened. One of several may be out of service: it costs its own sessions.
 
-    A missing directory is not made: with a disk that failed to mount, the sessions would fill the root file system.
-
-    Raises:
-        ConfigError: a path is missing, no directory, cannot be written, or its whole file system is below the quota.
+    Raises: ConfigError: none of them can be used.
     """
-    for path in config.ssd_paths:
-        if not path.exists():
-            raise ConfigError(f"ssd_paths: {path} does not exist: mount its disk, or make it with mkdir -p {path}")
-        if not path.is_dir():
-            raise ConfigError(f"ssd_paths: {path} is no directory: give a directory on the disk")
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"ssd_paths: {path} cannot be written by user {os.getuid()}: change its owner, or the user"
-            )
-        total_bytes = shutil.disk_usage(path).total
-        if config.ssd_path_bytes > total_bytes:
-            raise ConfigError(
-                f"ssd_bytes gives {path} {approximate_size(config.ssd_path_bytes)}, but its file system has "
-                f"{approximate_size(total_bytes)}: lower ssd_bytes, or mount the disk that was meant"
-            )
+    refusals = [ssd_path_refusal(path, config.ssd_path_bytes) for path in config.ssd_paths]
+    if refusals and all(refusals):
+        raise ConfigError("; ".join(f"ssd_paths: {refusal}" for refusal in refusals))
 
 
 def default_socket(environ: Mapping[str, str]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from flatcake_server.cluster.nvmet import parse_port
 from flatcake_transport.units import (
     Listen,
+    approximate_size,
     format_duration,
     format_size,
     parse_duration,
@@ -91,6 +93,29 @@ def refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path], socket_bytes_max: 
                 raise ValueError(
                     f"ssd_paths {path} and {other} lie in each other: give each disk one directory of its own"
                 )
+
+
+def ssd_path_refusal(path: Path, quota_bytes: int) -> str:
+    """Why an SSD path cannot be used; empty where it can.
+
+    A missing directory is not made: with a disk that failed to mount, the sessions would fill the root file system.
+    """
+    try:
+        if not path.exists():
+            return f"{path} does not exist: mount its disk, or make it with mkdir -p {path}"
+        if not path.is_dir():
+            return f"{path} is no directory: give a directory on the disk"
+        if not os.access(path, os.W_OK | os.X_OK):
+            return f"{path} cannot be written by user {os.getuid()}: change its owner, or the user"
+        total_bytes = shutil.disk_usage(path).total
+    except OSError as error:
+        return f"{path} cannot be examined: {error.strerror}: look at its disk"
+    if quota_bytes > total_bytes:
+        return (
+            f"{path} has {approximate_size(quota_bytes)} of ssd_bytes, but its file system has "
+            f"{approximate_size(total_bytes)}: lower ssd_bytes, or mount the disk that was meant"
+        )
+    return ""
 
 
 _BOUNDS: Final = {"ge": "is at least", "gt": "is above", "le": "is at most", "lt": "is below"}

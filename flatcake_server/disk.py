@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from flatcake_server.catalog import SessionFile
+from flatcake_server.config_checks import ssd_path_refusal
 from flatcake_server.journal import Journal
 from flatcake_server.records import FileId, FileRecord
 from flatcake_server.session import SessionFiles
@@ -82,12 +83,14 @@ class Disk:
         return self.quota_bytes - self.used_bytes
 
     def open(self) -> None:
-        """Take the path for this process. Blocks; for the start.
+        """Take the path for this process. Blocks.
 
         Raises:
             Unavailable: the path cannot be used, or belongs to another daemon.
             Corrupt: its journal cannot be read.
         """
+        if refusal := ssd_path_refusal(self.path, self.quota_bytes):
+            raise Unavailable(refusal)
         self._files = SessionFiles(self.path)
         try:
             self._journal = Journal(self.path / "journal")
@@ -154,8 +157,8 @@ class Disk:
         return failures
 
     def close(self) -> None:
-        """Wait for what is under way, then let go of the path. Twice is fine."""
-        self._threads.shutdown(wait=not self.failure, cancel_futures=True)
+        """Wait for what is under way, then let go of the path. Blocks, where it hangs for ever. Twice is fine."""
+        self._threads.shutdown(cancel_futures=True)
         if self._journal is not None:
             self._journal.close()
         if self._files is not None:

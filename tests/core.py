@@ -120,7 +120,7 @@ class Core:
         node.store._now_s = lambda: self.now_s
         real, disk_module.Journal = disk_module.Journal, self._journal  # type: ignore[assignment,misc]
         try:
-            node.adopt()
+            await node.adopt()
         finally:
             disk_module.Journal = real  # type: ignore[misc]
         for disk in node.disks.values():

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import os
+import signal
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import pytest
 from flatcake_server import app
 from flatcake_server.app import Node
 from flatcake_server.config import NodeConfig
+from flatcake_transport.errors import Unavailable
 
 STEPS = ["Arena", "load_node_secrets", "build_cluster", "Reports", "RpcServer", "adopt", "parse_listen", "start_web"]
 
@@ -40,6 +45,7 @@ def test_a_start_that_fails_lets_everything_go(tmp_path, monkeypatch, step):
         grpc_listen="127.0.0.1:0", http_listen="127.0.0.1:0",
     )  # fmt: skip
     cluster = Cluster()
+    (tmp_path / "ssd").mkdir()
 
     def fails(*_arguments, **_options):
         raise KeyError(f"{step} was broken by the test")
@@ -62,6 +68,67 @@ def test_a_start_that_fails_lets_everything_go(tmp_path, monkeypatch, step):
     asyncio.run(starts())
     assert not held(tmp_path) - before
     assert not (tmp_path / "fc.sock.fds").exists()
+
+
+def config_on(tmp_path, *names):
+    return NodeConfig(
+        socket=tmp_path / "fc.sock", ssd_paths=tuple(tmp_path / name for name in names), ssd_bytes=1 << 30,
+        memory_bytes=1 << 24, grpc_listen="off", http_listen="off",
+    )  # fmt: skip
+
+
+def test_a_node_starts_without_a_disk_that_is_not_mounted(tmp_path):
+    """One of several: it is said, and nothing is made in its place."""
+    (tmp_path / "ssd").mkdir()
+    node = Node(config_on(tmp_path, "ssd", "unmounted"))
+
+    async def story():
+        await node.start()
+        assert node.healthy() == ""
+        assert await node.stop()
+
+    asyncio.run(story())
+    assert [bool(disk.failure) for disk in node.disks.values()] == [False, True]
+    assert "mkdir -p" in node.disks[2].failure
+    assert not (tmp_path / "unmounted").exists()
+
+
+def test_a_disk_that_hangs_at_the_start_is_given_up(tmp_path, monkeypatch):
+    (tmp_path / "ssd").mkdir()
+    monkeypatch.setattr(app, "OPEN_S", 0.01)
+    monkeypatch.setattr(app, "CLOSE_TIMEOUT_S", 0.01)
+    answers = threading.Event()
+    monkeypatch.setattr(app.Disk, "open", lambda _disk: answers.wait())
+    node = Node(config_on(tmp_path, "ssd"))
+
+    async def story():
+        try:
+            with pytest.raises(Unavailable, match="has not answered"):
+                await node.start()
+            assert not await node.stop(), "its thread is still there: the process must be ended under it"
+        finally:
+            answers.set()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_sigterm_ends_a_start_as_well(tmp_path, monkeypatch, hangs):
+    """One that waits for a disk, a directory or a peer, too."""
+    steps = []
+
+    async def starts(_node):
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await (asyncio.Event().wait() if hangs else asyncio.sleep(0))
+        finally:
+            steps.append("let go")
+
+    monkeypatch.setattr(Node, "start", starts)
+    assert asyncio.run(asyncio.wait_for(app.run(config_on(tmp_path)), 30)) == 0
+    assert steps == ["let go"]
+    assert gc.isenabled()
+    gc.unfreeze()
 
 
 def held(root):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -218,6 +219,19 @@ def test_a_missing_disk_is_not_made_on_the_root_file_system(tmp_path):
             check_ssd_paths(load_config(None, None, {"ssd_paths": str(path)}))
     assert not missing.exists()
     check_ssd_paths(load_config(None, None, {"ssd_paths": str(tmp_path)}))
+
+
+def test_a_disk_that_is_dead_is_refused_and_one_of_several_costs_its_own(monkeypatch, tmp_path):
+    (tmp_path / "ssd").mkdir()
+    check_ssd_paths(load_config(None, None, {"ssd_paths": f"{tmp_path / 'ssd'},{tmp_path / 'unmounted'}"}))
+    alone = load_config(None, None, {"ssd_paths": str(tmp_path / "ssd")})
+
+    def fails(_path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(shutil, "disk_usage", fails)
+    with pytest.raises(ConfigError, match="cannot be examined: Input/output error"):
+        check_ssd_paths(alone)
 
 
 def test_a_quota_that_no_disk_there_can_hold_is_refused(monkeypatch, tmp_path):
