@@ -365,11 +365,13 @@ class Node:
             self._web = None
 
     async def _close_disks(self) -> None:
-        for disk in self.disks.values():
-            closing = asyncio.get_running_loop().run_in_executor(None, disk.close)
-            if not await _in_time(closing, CLOSE_TIMEOUT_S):
-                self._rested = False
-                log.error("SSD path %s hangs; it is left as it is, as a kill would", disk.path)
+        await asyncio.gather(*map(self._close_disk, self.disks.values()))
+
+    async def _close_disk(self, disk: Disk) -> None:
+        closing = asyncio.get_running_loop().run_in_executor(None, disk.close)
+        if not await _in_time(closing, CLOSE_TIMEOUT_S):
+            self._rested = False
+            log.error("SSD path %s hangs; it is left as it is, as a kill would", disk.path)
 
 
 async def _in_time(work: Awaitable[object], timeout_s: float) -> bool:

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from core import Yield
 
 from flatcake_server import app
 from flatcake_server.app import Node
@@ -112,6 +113,30 @@ def test_a_disk_that_hangs_at_the_start_is_given_up(tmp_path, monkeypatch):
     asyncio.run(story())
 
 
+def test_a_lost_path_that_hangs_does_not_keep_the_process(tmp_path, monkeypatch):
+    """Its threads would, if nobody noticed them: the interpreter waits for them at its end."""
+    (tmp_path / "ssd").mkdir()
+    monkeypatch.setattr(app, "CLOSE_TIMEOUT_S", 0.01)
+    node, begun, answers = Node(config_on(tmp_path, "ssd")), threading.Event(), threading.Event()
+
+    def hangs():
+        begun.set()
+        answers.wait()
+
+    async def story():
+        await node.start()
+        hanging = asyncio.ensure_future(node.disks[1].read(hangs))
+        try:
+            await asyncio.to_thread(begun.wait)
+            node.retirement.fail_disk(node.disks[1], "EIO")
+            assert not await node.stop()
+        finally:
+            answers.set()
+            await hanging
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_sigterm_ends_a_start_as_well(tmp_path, monkeypatch, hangs):
     """One that waits for a disk, a directory or a peer, too."""
@@ -120,7 +145,7 @@ def test_sigterm_ends_a_start_as_well(tmp_path, monkeypatch, hangs):
     async def starts(_node):
         os.kill(os.getpid(), signal.SIGTERM)
         try:
-            await (asyncio.Event().wait() if hangs else asyncio.sleep(0))
+            await (asyncio.Event().wait() if hangs else Yield())
         finally:
             steps.append("let go")
 
