@@ -222,13 +222,15 @@ def _sources(client: Client, found: Found, connection: Connection, asked_s: floa
         file_ids = {run.file_id for run in found.runs if run.segment.node == node.node_id and run.file_id}
         if node.arena is not None:
             tools = client.tools.remote(client.timeout_s)
-            sources.append(RemoteArena(node.node_id, node.arena, lease, tools, verify=node.verify, report=report))
+            sources.append(RemoteArena(node.node_id, node.arena, lease, tools, node.verify, report))
         if file_ids and (node.files or node.exported):
             server = LeasedFiles(connection, found.lease_id, node.node_id, lease) if node.files else None
             opened = partial(connection.handover.files, Verb.REMOTE, found.lease_id) if node.exported else None
             tools = client.tools.served(client.timeout_s, client.transfer_timeout_s)
             sources.append(
-                RemoteFiles(node.node_id, file_ids, server, opened, lease, tools, verify=node.verify, report=report)
+                RemoteFiles(
+                    node.node_id, file_ids, server, opened, lease, tools, verify=node.verify, report_corrupt=report
+                )
             )
     return sources
 

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from flatcake_client.connection import Connection
@@ -35,44 +36,31 @@ log = logging.getLogger(__name__)
 UNSTAGE_TIMEOUT_S: Final = 1.0
 
 
+@dataclass(slots=True, eq=False)
 class RemoteArena:
     """One node's memory, for one hit: a `restore.RemoteSource`.
 
-    Args:
+    Attributes:
         node_id: whose runs come from there.
         memory: its arena, as the node's daemon gave it out with the lease.
         lease: at that node; it hangs on the hit's.
         tools: of `Tools.remote`.
         verify: compare with the checksums in the footers.
-        report: tells that node of segments that differ from them.
+        report_corrupt: tells that node of segments that differ from them.
     """
 
-    medium = Medium.MEMORY
-
-    def __init__(
-        self,
-        node_id: int,
-        memory: RemoteMemory,
-        lease: Lease,
-        tools: ReadTools,
-        *,
-        verify: bool,
-        report: Callable[[Sequence[Run]], None],
-    ) -> None:
-        self.node_id = node_id
-        self.lease = lease
-        self.tools = tools
-        self.verify = verify
-        self._memory = memory
-        self._report = report
+    node_id: int
+    memory: RemoteMemory
+    lease: Lease
+    tools: ReadTools
+    verify: bool
+    report_corrupt: Callable[[Sequence[Run]], None]
+    medium: Medium = Medium.MEMORY
 
     def files(self, timeout_s: float) -> Mapping[int, Readable]:
         """The arena under the file id that memory runs have; nothing to wait for."""
         del timeout_s
-        return {0: self._memory}
-
-    def report_corrupt(self, runs: Sequence[Run]) -> None:
-        self._report(runs)
+        return {0: self.memory}
 
 
 class RemoteFiles:
@@ -82,7 +70,7 @@ class RemoteFiles:
         file_ids: of the hit's runs there.
         server: reads them for us; None: it does not.
         opened: asks for descriptors of those that are exported over NVMe-oF, with a timeout; None: none is.
-        lease, verify, report: as for `RemoteArena`.
+        lease, verify, report_corrupt: as for `RemoteArena`.
         tools: of `Tools.served`.
     """
 
@@ -98,19 +86,16 @@ class RemoteFiles:
         tools: ReadTools,
         *,
         verify: bool,
-        report: Callable[[Sequence[Run]], None],
+        report_corrupt: Callable[[Sequence[Run]], None],
     ) -> None:
-        self.node_id = node_id
-        self.lease = lease
-        self.tools = tools
-        self.verify = verify
+        self.node_id, self.lease, self.tools, self.verify = node_id, lease, tools, verify
+        self.report_corrupt = report_corrupt
         self._served: dict[int, Readable] = {}
         if server is not None:
             self._served = {file_id: ServedFile(server, file_id) for file_id in file_ids}
         self._opened = opened
         self._lock = threading.Lock()
         self._descriptors: Descriptors | None = None
-        self._report = report
 
     def files(self, timeout_s: float) -> Mapping[int, Readable]:
         """Exported ones by descriptor, asked for once; the others as the node serves them, where each read asks for itself."""
@@ -127,9 +112,6 @@ class RemoteFiles:
             return self._served
         finally:
             self._lock.release()
-
-    def report_corrupt(self, runs: Sequence[Run]) -> None:
-        self._report(runs)
 
     def close(self, transfers: Sequence[Transfer], linger: Linger) -> None:
         """Let the descriptors go once the transfers that use them rest. Twice is fine."""

@@ -125,8 +125,6 @@ class Rpc:
 
     def open_space(self, welcome: Welcome, spec: SpaceSpec, timeout_s: float) -> None:
         request = store_pb2.OpenSpaceRequest(
-            client_id=welcome.client_id,
-            incarnation=welcome.incarnation,
             model=spec.model,
             dtype=spec.dtype,
             block_tokens=spec.block_tokens,
@@ -136,21 +134,19 @@ class Rpc:
             layout=spec.layout,
             fingerprint=spec.fingerprint,
         )
-        self._call(self._stub.OpenSpace, request, timeout_s)
+        self._ask(welcome, self._stub.OpenSpace, request, timeout_s)
 
     def lookup(
         self, welcome: Welcome, fingerprint: bytes, keys: KeyArray, *, pin: bool, remote: bool, timeout_s: float
     ) -> Found:
         """`remote`: this client can read what lies at other nodes."""
         request = store_pb2.LookupRequest(
-            client_id=welcome.client_id,
-            incarnation=welcome.incarnation,
             fingerprint=fingerprint,
             keys=keys.tobytes(),
             pin=pin,
             remote=remote,
         )
-        reply = self._call(self._stub.Lookup, request, timeout_s)
+        reply = self._ask(welcome, self._stub.Lookup, request, timeout_s)
         self._check_incarnation(welcome, reply.incarnation)
         runs = tuple([_run(run) for run in reply.runs])
         nodes = tuple([_node(node) for node in reply.nodes])
@@ -165,10 +161,8 @@ class Rpc:
 
     def renew(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float) -> tuple[list[int], list[int]]:
         """Which of the leases live on, for another ttl from before this call; and of which also the part at another node."""
-        request = store_pb2.RenewRequest(
-            client_id=welcome.client_id, incarnation=welcome.incarnation, lease_ids=lease_ids
-        )
-        reply = self._call(self._stub.Renew, request, timeout_s, stands=True)
+        request = store_pb2.RenewRequest(lease_ids=lease_ids)
+        reply = self._ask(welcome, self._stub.Renew, request, timeout_s, stands=True)
         return list(reply.alive), list(reply.alive_remote)
 
     def release(self, welcome: Welcome, lease_ids: Sequence[int], timeout_s: float, wait_s: float) -> None:
@@ -176,9 +170,7 @@ class Rpc:
 
         Raises: Unavailable: not heard yet, or it cannot be said.
         """
-        request = store_pb2.ReleaseRequest(
-            client_id=welcome.client_id, incarnation=welcome.incarnation, lease_ids=lease_ids
-        )
+        request = store_pb2.ReleaseRequest(lease_ids=lease_ids)
 
         def call(request: store_pb2.ReleaseRequest, **options: Any) -> store_pb2.ReleaseReply:
             going: Any = self._stub.Release.future(request, **options)
@@ -190,7 +182,7 @@ class Rpc:
                 raise Unavailable(f"the daemon did not answer in {wait_s:.3g} s; it may yet") from error
             return reply
 
-        self._call(call, request, timeout_s)
+        self._ask(welcome, call, request, timeout_s)
 
     def begin_turn(
         self,
@@ -206,8 +198,6 @@ class Rpc:
     ) -> Grant:
         """`request_id`: names the call to `abort_unheard`, where its answer is lost."""
         request = store_pb2.BeginTurnRequest(
-            client_id=welcome.client_id,
-            incarnation=welcome.incarnation,
             fingerprint=fingerprint,
             shard=shard,
             session=session,
@@ -220,7 +210,7 @@ class Rpc:
             request_id=request_id,
             copy=hints.copy,
         )
-        reply = self._call(self._stub.BeginTurn, request, timeout_s)
+        reply = self._ask(welcome, self._stub.BeginTurn, request, timeout_s)
         self._check_incarnation(welcome, reply.incarnation)
         return Grant(reply.turn_id, tuple(_part(part) for part in reply.parts), reply.session)
 
@@ -229,47 +219,37 @@ class Rpc:
     ) -> bool:
         """`sums`: (algorithm, u64 little-endian checksums) a part. True: all shards have committed, the turn is visible."""
         request = store_pb2.CommitTurnRequest(
-            client_id=welcome.client_id,
-            incarnation=welcome.incarnation,
             turn_id=turn_id,
             shard=shard,
             parts=[store_pb2.PartChecksums(algorithm=algorithm, checksums=data) for algorithm, data in sums],
         )
-        return self._call(self._stub.CommitTurn, request, timeout_s, stands=True).visible
+        return self._ask(welcome, self._stub.CommitTurn, request, timeout_s, stands=True).visible
 
     def abort_turn(self, welcome: Welcome, turn_id: int, shard: int, failure: str, timeout_s: float) -> None:
         """`failure`: not empty when a write failed; the daemon then seals the files."""
         request = store_pb2.AbortTurnRequest(
-            client_id=welcome.client_id,
-            incarnation=welcome.incarnation,
             turn_id=turn_id,
             shard=shard,
             failure=failure,
         )
-        self._call(self._stub.AbortTurn, request, timeout_s)
+        self._ask(welcome, self._stub.AbortTurn, request, timeout_s)
 
     def abort_unheard(self, welcome: Welcome, request_id: int, timeout_s: float) -> None:
         """Have the turn given back that a call of `begin_turn` began, if it did."""
-        request = store_pb2.AbortTurnRequest(
-            client_id=welcome.client_id, incarnation=welcome.incarnation, request_id=request_id
-        )
-        self._call(self._stub.AbortTurn, request, timeout_s)
+        request = store_pb2.AbortTurnRequest(request_id=request_id)
+        self._ask(welcome, self._stub.AbortTurn, request, timeout_s)
 
     def report_corrupt(self, welcome: Welcome, runs: Sequence[Run], timeout_s: float) -> None:
         """Of the segments of these runs."""
         suspects = [store_pb2.Suspect(segment=run.segment, generation=run.generation) for run in runs]
-        request = store_pb2.ReportCorruptRequest(
-            client_id=welcome.client_id, incarnation=welcome.incarnation, segments=suspects
-        )
-        self._call(self._stub.ReportCorrupt, request, timeout_s)
+        request = store_pb2.ReportCorruptRequest(segments=suspects)
+        self._ask(welcome, self._stub.ReportCorrupt, request, timeout_s)
 
     def stage(
         self, welcome: Welcome, lease_id: int, node_id: int, ranges: Sequence[FileRange], timeout_s: float
     ) -> StagedRanges:
         """Have another node read ranges of files of the lease into memory that we then get."""
         request = store_pb2.StageRequest(
-            client_id=welcome.client_id,
-            incarnation=welcome.incarnation,
             lease_id=lease_id,
             node_id=node_id,
             ranges=[
@@ -277,24 +257,29 @@ class Rpc:
                 for each in ranges
             ],
         )
-        reply = self._call(self._stub.Stage, request, timeout_s)
+        reply = self._ask(welcome, self._stub.Stage, request, timeout_s)
         return StagedRanges(unseal_memory(reply.memory), reply.offset, reply.staged_id, reply.ttl_ms / 1000)
 
     def unstage(
         self, welcome: Welcome, lease_id: int, node_id: int, staged_ids: Sequence[int], timeout_s: float
     ) -> None:
         request = store_pb2.UnstageRequest(
-            client_id=welcome.client_id,
-            incarnation=welcome.incarnation,
             lease_id=lease_id,
             node_id=node_id,
             staged_ids=staged_ids,
         )
-        self._call(self._stub.Unstage, request, timeout_s)
+        self._ask(welcome, self._stub.Unstage, request, timeout_s)
 
     def _check_incarnation(self, welcome: Welcome, incarnation: bytes) -> None:
         if incarnation != welcome.incarnation:
             raise Stale("another daemon answered than the one that was greeted")
+
+    def _ask(
+        self, welcome: Welcome, verb: Callable[..., Reply], request: Any, timeout_s: float, *, stands: bool = False
+    ) -> Reply:
+        """As the client that was greeted so. `stands`: as for `_call`."""
+        request.client_id, request.incarnation = welcome.client_id, welcome.incarnation
+        return self._call(verb, request, timeout_s, stands=stands)
 
     def _call(self, verb: Callable[..., Reply], request: Any, timeout_s: float, *, stands: bool = False) -> Reply:
         """`stands`: it is about work that is done already, and is sent also to a daemon that did not answer lately."""

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flatcake_client.engines.demo_report import MEDIA
+from flatcake_client.engines.demo_report import MEDIA, plain_table, proofs, verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +123,9 @@ def show(outcome: ClusterOutcome, console: Console) -> None:
 
 def _table(records: Sequence[MovingRecord]) -> Table:
     nodes = sorted({record.node for record in records})
-    table = Table(
-        title="Blocks by where they came from, tokens computed, ms to the first token with the cache and without it",
-        title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
-    )  # fmt: skip
+    table = plain_table(
+        "Blocks by where they came from, tokens computed, ms to the first token with the cache and without it"
+    )
     table.add_column("request", no_wrap=True)
     for name in (
         *("prompt\ntokens", "here:\nmem.", "\nSSD"),
@@ -160,24 +158,11 @@ def _lines(outcome: ClusterOutcome) -> Iterable[str]:
     yield f"Blocks that came back: {places or 'none'}; {outcome.engine['kv_bytes_per_token'] / 1e3:.0f} KB of KV a token."
     dead = sum(record.dead_tokens for record in outcome.records)
     again = outcome.recomputed_tokens
-    yield _verdict(
+    yield verdict(
         not again,
         f"Nothing was computed again but {dead} tokens that the dead node alone had",
         f"{again} tokens were computed again though a living node had them",
     )
-    yield _verdict(
-        outcome.law_holds,
-        "flatcake check, on every node: every byte is free, reserved or indexed, exactly one",
-        "flatcake check: the law is BROKEN",
-    )
-    differing = [f"{record.name} at node {record.node}" for record in outcome.records if not record.identical]
-    yield _verdict(
-        outcome.tokens_identical,
-        f"All tokens of {len(outcome.records)} requests are identical to those of a run without the cache",
-        f"Tokens DIFFER from a run without the cache: {', '.join(differing)}",
-    )
+    asked = [(f"{record.name} at node {record.node}", record.identical) for record in outcome.records]
+    yield from proofs(outcome.law_holds, asked, where=", on every node")
     yield f"{outcome.seconds:.0f} s in all, through kill -9 of node 1."
-
-
-def _verdict(good: bool, yes: str, no: str) -> str:
-    return f"[green]{yes}.[/]" if good else f"[bold red]{no}.[/]"

@@ -140,11 +140,16 @@ def _requests_table(records: Sequence[Record]) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
-    """Fits 80 columns. Names with > are numbers."""
-    table = Table(
+def plain_table(title: str) -> Table:
+    """Fits 80 columns."""
+    return Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Names with > are numbers."""
+    table = plain_table(title)
     for column in columns:
         table.add_column(
             column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
@@ -190,24 +195,29 @@ def _lines(outcome: Outcome) -> Iterable[str]:
     )
     yield f"Restore of the system prompt from memory: {figures.memory_bytes_per_s / 1e9:.1f} GB/s."
     yield "Memory died with the daemon, by design: the system prompt was computed once more, and the chats' later turns."
-    yield _verdict(
+    yield verdict(
         outcome.zeroed_differ, "Control: zeroed KV gives other tokens", "Control: zeroed KV gives the SAME tokens"
     )
-    yield _verdict(
-        outcome.law_holds,
-        "flatcake check: every byte is free, reserved or indexed, exactly one",
-        "flatcake check: the law is BROKEN",
-    )
-    differing = [record.name for record in outcome.records if not record.identical]
-    yield _verdict(
-        outcome.tokens_identical,
-        f"All tokens of {len(outcome.records)} requests are identical to those of a run without the cache",
-        f"Tokens DIFFER from a run without the cache: {', '.join(differing)}",
-    )
+    yield from proofs(outcome.law_holds, [(record.name, record.identical) for record in outcome.records])
     yield f"{outcome.seconds:.0f} s in all, through kill -9 of the engine and of the daemon."
 
 
-def _verdict(good: bool, yes: str, no: str) -> str:
+def proofs(law_holds: bool, asked: Sequence[tuple[str, bool]], where: str = "") -> Iterable[str]:
+    """`asked`: each request, and whether its tokens are identical."""
+    yield verdict(
+        law_holds,
+        f"flatcake check{where}: every byte is free, reserved or indexed, exactly one",
+        "flatcake check: the law is BROKEN",
+    )
+    differing = [name for name, same in asked if not same]
+    yield verdict(
+        bool(asked) and not differing,
+        f"All tokens of {len(asked)} requests are identical to those of a run without the cache",
+        f"Tokens DIFFER from a run without the cache: {', '.join(differing)}",
+    )
+
+
+def verdict(good: bool, yes: str, no: str) -> str:
     return f"[green]{yes}.[/]" if good else f"[bold red]{no}.[/]"
 
 

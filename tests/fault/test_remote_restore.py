@@ -59,7 +59,7 @@ class Node:
         lease = Lease(9, 1e6, 0.0, lambda *_: self.leased, lambda: not self.leased)
         source = RemoteArena(
             NODE, self.process.memories()[0], lease, self.tools.remote(peer_timeout_s),
-            verify=self.hit.verify, report=self.reported.extend,
+            self.hit.verify, self.reported.extend,
         )  # fmt: skip
         self.hit.remote = [source]
         return Restore(self.hit, self.movers.reading(self.hit), self.pages, np.arange(BLOCKS), 0, timeout_s)
