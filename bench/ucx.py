@@ -13,12 +13,16 @@ restore's bytes come from memory and go to memory; and private buffers are never
 The figure is against one message of the whole size in shared memory, whose pages exist: the same bytes between as much memory.
 Beside it: `get` of one piece again and again against messages of that piece, and the whole against those, which compares two things.
 
-They take turns; bests are compared. Two spinning sides need two cores to themselves: where others work, as root, `chrt -r 1 python
-bench/ucx.py` comes before them; else look at the ratios only, over many rounds.
+They take turns; bests are compared. Each turn starts its processes anew, ours as perftest's, because where a process' memory lies and
+how its connection grew makes a difference of a third for as long as it lives. Whoever serves is held on one core and whoever reads
+on another: with two cores the process that gave the order makes the two change places, which costs a sixth, and which those that
+spin never do. Two spinning sides need these two cores to themselves: where others work, as root, `chrt -r 1 python bench/ucx.py`
+comes before them; else look at the ratios only, over many rounds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import mmap
 import os
@@ -28,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +50,7 @@ from flatcake_transport.window import aligned_buffer
 
 TRANSPORTS = {"tcp": {"TLS": "tcp", "NET_DEVICES": "lo"}, "any": {}}
 OUTSTANDING = 16
+SERVING, READING = (sorted(os.sched_getaffinity(0)) * 2)[:2]  # cores
 WARM_UP = 2  # gets before the one that counts, as ucx_perftest makes them
 SOCKET_CHUNK = MIB
 
@@ -57,7 +62,7 @@ def get_s(
     return moved_s(mover, memory, target, piece, range(0, len(target), piece), warm_up)
 
 
-def again_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int, _: int) -> float:
+def again_s(mover: UcxMover, memory: RemoteMemory, target: Bytes, piece: int) -> float:
     """The first piece, as often as there are pieces."""
     return moved_s(mover, memory, target, piece, [0] * (len(target) // piece))
 
@@ -79,15 +84,77 @@ def round_trip_us(mover: UcxMover, memory: RemoteMemory, target: Bytes) -> float
     return took[len(took) // 2] * 1e6
 
 
-class Within:
+@contextlib.contextmanager
+def held_on(core: int) -> Iterator[None]:
+    """This thread, and the processes and threads that it starts meanwhile, whose they stay."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def anew_s(
+    source: Source, options: dict[str, str], act: Callable[[UcxMover, RemoteMemory, Bytes], float], _: int
+) -> float:
+    """What `act` takes with a mover and a serving process that were just started."""
+    with contextlib.ExitStack() as stack:
+        memory = stack.enter_context(served(source, options))
+        mover = UcxMover(options=options)
+        stack.callback(mover.close)
+        target = mover.window(len(source.data))
+        with held_on(READING):  # where its process will be
+            mover.submit([Move(memory.span(0, 1), MemorySpan(target[:1]))]).wait(120)
+        with held_on(SERVING):  # out of that one's way
+            took_s = act(mover, memory, target)
+        assert np.array_equal(target[:4096], source.data[:4096])
+        return took_s
+
+
+@contextlib.contextmanager
+def served(source: Source, options: dict[str, str]) -> Iterator[RemoteMemory]:
+    with held_on(SERVING):
+        process = UcxProcess([(source.fd, len(source.data))], options=options)
+    try:
+        yield process.memories()[0]
+    finally:
+        process.close()
+
+
+class Source:
+    """Shared memory with a pattern in it."""
+
+    def __init__(self, size: int) -> None:
+        self.fd = os.memfd_create("bench-ucx")
+        os.ftruncate(self.fd, size)
+        self.data = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
+        self.data[:] = np.resize(np.arange(251, dtype=np.uint8), size)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def within_s(library: UcxLibrary, source: Source, options: dict[str, str], piece: int, _: int) -> float:
     """The endpoint of the process that reads, in ours."""
+    with served(source, options) as memory, held_on(READING):
+        within = Within(library, options, aligned_buffer(len(source.data)))
+        for _ in range(WARM_UP):
+            within.get_s(memory, piece)
+        took_s = within.get_s(memory, piece)
+        within.close()
+        return took_s
+
+
+class Within:
+    """An endpoint here, and memory to get into."""
 
     def __init__(self, library: UcxLibrary, options: dict[str, str], target: Bytes) -> None:
         self._worker = UcxWorker(library, options=options)
         self._target = target
         self._mapped = self._worker.map(target.ctypes.data, len(target))
 
-    def get_s(self, memory: RemoteMemory, piece: int, _: int = 0) -> float:
+    def get_s(self, memory: RemoteMemory, piece: int) -> float:
         rested: list[str] = []
         size = len(self._target)
         start_s = time.perf_counter()
@@ -136,13 +203,15 @@ def perftest_s(tool: tuple[str, dict[str, str]], options: dict[str, str], size: 
     env = {**os.environ, **tool[1], **settings}
     test = f"-t ucp_get -s {message} -n {size // message} -w {WARM_UP} -O {OUTSTANDING} -e -f".split()
     command = [tool[0], "-p", str(port)]
-    server = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with held_on(SERVING):
+        server = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(50):
             time.sleep(0.1)
-            run = subprocess.run(
-                [*command, "127.0.0.1", *test], env=env, capture_output=True, text=True, timeout=120, check=False
-            )
+            with held_on(READING):
+                run = subprocess.run(
+                    [*command, "127.0.0.1", *test], env=env, capture_output=True, text=True, timeout=120, check=False
+                )
             if run.returncode == 0:
                 break
         numbers = [float(word) for word in run.stdout.strip().splitlines()[-1].split()]
@@ -173,7 +242,8 @@ class PlainSocket:
 
     def __init__(self, size: int) -> None:
         port = free_port()
-        self._child = subprocess.Popen([sys.executable, __file__, "--serve", str(port), str(size)])
+        with held_on(SERVING):
+            self._child = subprocess.Popen([sys.executable, __file__, "--serve", str(port), str(size)])
         for _ in range(100):
             try:
                 self._socket = socket.create_connection(("127.0.0.1", port))
@@ -183,11 +253,12 @@ class PlainSocket:
 
     def receive_s(self, target: Bytes, _: int) -> float:
         view, got = memoryview(target), 0  # type: ignore[arg-type]
-        start_s = time.perf_counter()
-        self._socket.sendall(b"x")
-        while got < len(target):
-            got += self._socket.recv_into(view[got:])
-        return time.perf_counter() - start_s
+        with held_on(READING):
+            start_s = time.perf_counter()
+            self._socket.sendall(b"x")
+            while got < len(target):
+                got += self._socket.recv_into(view[got:])
+            return time.perf_counter() - start_s
 
     def close(self) -> None:
         self._socket.close()
@@ -195,28 +266,17 @@ class PlainSocket:
 
 
 def measure(report: Report, size: int, pieces: list[int], rounds: int, library: UcxLibrary, folder: Path) -> None:
-    fd = os.memfd_create("bench-ucx")
-    os.ftruncate(fd, size)
-    source = np.frombuffer(mmap.mmap(fd, size), np.uint8)
-    source[:] = np.resize(np.arange(251, dtype=np.uint8), size)
-    socket_target = aligned_buffer(size)
+    source, socket_target = Source(size), aligned_buffer(size)
     tool, plain = perftest(library, folder), PlainSocket(size)
     for transport, options in TRANSPORTS.items():
-        process, mover = UcxProcess([(fd, size)], options=options), UcxMover(options=options)
-        target = mover.window(size)
-        within = Within(library, options, aligned_buffer(size))
         for piece in pieces:
             name = f"{transport}, {size // MIB} MiB in pieces of {piece // MIB}"
             say(name)
-            memory = process.memories()[0]
-            get_s(mover, memory, target, piece)
-            assert np.array_equal(target, source)
-            within.get_s(memory, piece)
             runs = [
-                partial(get_s, mover, memory, target, piece),
+                partial(anew_s, source, options, partial(get_s, piece=piece)),
                 partial(plain.receive_s, socket_target),
-                partial(within.get_s, memory, piece),
-                partial(again_s, mover, memory, target, piece),
+                partial(within_s, library, source, options, piece),
+                partial(anew_s, source, options, partial(again_s, piece=piece)),
             ]
             if tool is not None:
                 runs += [partial(perftest_s, tool, options, size, message) for message in (size, piece)]
@@ -229,12 +289,9 @@ def measure(report: Report, size: int, pieces: list[int], rounds: int, library: 
                 compare(f"{name}: get / ucx_perftest, as much memory", ours, whole, 0.9)
                 compare(f"{name}: one piece again and again / ucx_perftest", again, piecewise)
                 compare(f"{name}: get / ucx_perftest, one piece again and again", ours, piecewise)
-        say(f"{transport}, 4 KiB: {round_trip_us(mover, memory, target):.0f} us a round trip")
-        mover.close()
-        within.close()
-        process.close()
+        say(f"{transport}, 4 KiB: {anew_s(source, options, round_trip_us, 0):.0f} us a round trip")
     plain.close()
-    os.close(fd)
+    source.close()
 
 
 def compared(
