@@ -14,5 +14,5 @@ def flatcake(*arguments: object, endpoint: str = "") -> subprocess.CompletedProc
     if endpoint:
         environment["FLATCAKE_ENDPOINT"] = endpoint
     return subprocess.run(
-        [*FLATCAKE, *map(str, arguments)], capture_output=True, text=True, timeout=60, env=environment, check=False
+        [*FLATCAKE, *map(str, arguments)], capture_output=True, text=True, timeout=100, env=environment, check=False
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,5 +82,8 @@ def slots_of(asked: Asked, *, first: int) -> np.ndarray:
 
 def children() -> set[int]:
     """Processes whose parent we are."""
-    task = Path(f"/proc/{os.getpid()}/task")
-    return {int(pid) for thread in task.iterdir() for pid in (thread / "children").read_text().split()}
+    found: set[int] = set()
+    for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found |= set(map(int, (thread / "children").read_text().split()))
+    return found

@@ -124,7 +124,10 @@ input()
         replay.kill()
 
     def gone():
-        return not words.exists() or not words.read_bytes()  # a process that nobody has waited for has no words
+        try:
+            return not words.read_bytes()  # a process that nobody has waited for has no words
+        except OSError:
+            return True
 
     until(gone, 20)
 

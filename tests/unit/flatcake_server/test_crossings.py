@@ -246,7 +246,7 @@ def test_who_trims_by_the_clock_waits_for_no_writer(core, monkeypatch):
 
     async def both():
         large, idle = core.begin(ONE, [3] * 36, session="s3"), core.node.retirement.trim_idle(core.now_s + 1)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30):
             return (await asyncio.gather(large, idle))[0]
 
     core.do(core.abort(core.do(both())))
