@@ -44,13 +44,19 @@ def test_a_turn_never_comes_before_the_one_before_it_is_done(workload):
         assert [record.delivered_blocks for record in mine[1:]] == [record.blocks for record in mine[:-1]]
 
 
-def test_prefill_takes_the_time_of_what_was_not_delivered():
-    workload = workload_of(talk("x", 2, 0, blocks=10))
+def test_prefill_takes_the_time_of_what_was_not_delivered(monkeypatch):
+    workload, now_s = workload_of(talk("x", 2, 0, blocks=10)), 0.0
     engine = Engine(1600.0, 1, 5.0, all_prefetched=True)  # ten blocks of 16 tokens in 100 ms
     run = run_of(workload, DictSystem(), engine=engine)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(run, "_now_s", lambda: now_s)
+    monkeypatch.setattr(run._stop, "wait", sleep)
     assert run.run()
-    for record in run.records:
-        assert 0.1 <= record.first_token_s - record.prefill_began_s < 0.2
+    assert [record.first_token_s - record.prefill_began_s for record in run.records] == pytest.approx([0.1, 0.1])
 
 
 def test_wrong_bytes_are_no_hit_and_are_counted(workload):
