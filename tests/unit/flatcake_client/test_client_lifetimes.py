@@ -228,7 +228,7 @@ def test_a_turn_whose_beginning_was_not_heard_of_is_disowned(daemon, client, mon
     daemon.fail["begin_turn"] = threading.Event()
     daemon.fail["abort_turn"] = grpc.StatusCode.UNAVAILABLE
     with pytest.raises(fc.Unavailable):
-        kv.space.begin_turn(keys, timeout_s=0.1)
+        kv.space.begin_turn(keys, timeout_s=1.0)
     daemon.fail.pop("begin_turn").set()
     until(lambda: daemon.calls.get("abort_turn", 0) > 1)
     assert not daemon.unheard, "what was not heard is said again"
