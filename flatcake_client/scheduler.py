@@ -8,6 +8,11 @@ Prefetches go one after the other, each with the whole disk: two at once would t
 one is scattered to its end, is given back, and the next is looked up and planned; so a prefetch says when little is left of
 it (`ending`), and the next one begins beside its last reads.
 
+One that hangs says so too, after two seconds (file_path.HUNG_S). When a second one does, both places are taken, and the others wait
+until the first ends: once, and for HANGS_S at most (movers/pool.py), since from then on what is asked of that device fails at
+once. More places would not let them pass: each that is chosen has the disk for its two seconds first, so there are
+never more than five such before the ten are over, and every place costs a thread and windows of staging for good.
+
 `TwoQueues` decides and does nothing: no clock, no threads. `Scheduler` carries it out with a bounded number of threads,
 for engines that have no scheduler of their own; a connector uses the core.
 
