@@ -15,6 +15,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Iterator
 from importlib import metadata
@@ -381,7 +382,7 @@ async def _in_time(work: Awaitable[object], timeout_s: float) -> bool:
 
 
 async def run(config: NodeConfig) -> int:
-    node = Node(config)
+    node, others = Node(config), set(threading.enumerate())
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -405,10 +406,21 @@ async def run(config: NodeConfig) -> int:
         gc.enable()
     starting.cancel()  # once: it lets go of what it has
     await asyncio.gather(starting, return_exceptions=True)
-    if not await node.stop():
+    rested = await node.stop()
+    if not rested or await loop.run_in_executor(None, _hanging, others):
         logging.shutdown()
         os._exit(CANNOT_NOW)  # the interpreter would wait for the threads that hang
     return code
+
+
+def _hanging(others: set[threading.Thread]) -> list[str]:
+    """Threads of ours that do not end by themselves now that all was closed: in a disk, or a kernel's target, that hangs."""
+    new = set(threading.enumerate()) - others
+    ours = [each for each in new if each.name.startswith("flatcake-") and not each.daemon]
+    deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+    for thread in ours:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return [thread.name for thread in ours if thread.is_alive()]
 
 
 def serve(config: NodeConfig) -> int:

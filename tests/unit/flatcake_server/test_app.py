@@ -156,6 +156,29 @@ def test_sigterm_ends_a_start_as_well(tmp_path, monkeypatch, hangs):
     gc.unfreeze()
 
 
+def test_no_thread_that_hangs_keeps_the_process(tmp_path, monkeypatch):
+    """The interpreter would wait for it at its end."""
+    monkeypatch.setattr(app, "CLOSE_TIMEOUT_S", 0.01)
+    answers, exits = threading.Event(), []
+
+    def ends(code):
+        exits.append(code)
+        answers.set()
+
+    thread = threading.Thread(target=answers.wait, name="flatcake-nvmet_0")
+
+    async def starts(_node):
+        thread.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(app.os, "_exit", ends)
+    monkeypatch.setattr(Node, "start", starts)
+    asyncio.run(asyncio.wait_for(app.run(config_on(tmp_path)), 30))
+    thread.join(30)
+    assert exits == [app.CANNOT_NOW]
+    gc.unfreeze()
+
+
 def held(root):
     """Open files below a directory, and arenas."""
     names = map(target_of, Path("/proc/self/fd").iterdir())
