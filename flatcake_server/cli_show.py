@@ -61,6 +61,8 @@ def status(endpoint: Endpoint = None, json: Json = False) -> None:
     for pool in pools:
         if pool.get("failure"):
             print_error(f"{pool['name']} is out of service: {pool['failure']}")
+        elif pool.get("full"):
+            print_error(f"{pool['name']} has room in its quota, but its disk is full: make room on it")
 
 
 def spaces(endpoint: Endpoint = None, json: Json = False) -> None:

@@ -45,6 +45,8 @@ class Disk:
         self.pool = pool
         self.quota_bytes = quota_bytes
         self.failure = ""
+        self.full = False  # its file system had no room for the last file that was to be made, below the quota
+        self.full_told_s = float("-inf")
         self.files_bytes = 0
         self.files_count = 0
         self.creating: dict[int, int] = {}  # base -> bytes

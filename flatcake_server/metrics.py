@@ -46,6 +46,7 @@ _POOL: Final = (
     ("flatcake_pool_blocks", "blocks", "Blocks here"),
     ("flatcake_pool_files", "files", "Session files here"),
     ("flatcake_pool_direct", "direct", "1: O_DIRECT works here"),
+    ("flatcake_pool_full", "full", "1: its file system had no room for the last file, below the quota"),
     ("flatcake_pool_huge_pages", "huge_pages", "1: backed by huge pages"),
 )
 

@@ -6,6 +6,7 @@ the next start. Within a file only uncommitted space at its tail is ever used ag
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -26,7 +27,10 @@ from flatcake_transport.footer import footer_bytes
 from flatcake_transport.layout import segment_layout
 from flatcake_transport.space import Fingerprint, SpaceSpec
 
+log = logging.getLogger(__name__)
+
 SHARED_PREFIX: Final = "shared/"
+FULL_TOLD_S: Final = 60.0  # between two lines of the log
 NO_SSD: Final = "no-ssd"  # the reason of a placement on a node of memory only
 
 
@@ -238,13 +242,25 @@ class Reserver:
             self._ssd_range.free(base, disk.creating.pop(base))
             if isinstance(error, Unavailable):
                 self._retirement.fail_disk(disk, str(error))
+            elif isinstance(error, Overloaded):
+                self._tell_full(disk, error)
             raise
         if disk.failure:  # meanwhile; the next start deletes it
             self._ssd_range.free(base, disk.creating.pop(base))
             raise Unavailable(f"SSD path {disk.path} went out of service: {disk.failure}")
         disk.files_bytes += disk.creating.pop(base)
         disk.files_count += 1
+        disk.full = False
         return file
+
+    def _tell_full(self, disk: Disk, error: Overloaded) -> None:
+        """Others have filled its file system: no session that goes here would keep room for us."""
+        disk.full, now_s = True, self._wall_s()
+        if now_s >= disk.full_told_s + FULL_TOLD_S:
+            disk.full_told_s = now_s
+            log.warning(
+                "SSD path %s has %d bytes free of its quota and takes no file: %s", disk.path, disk.free_bytes, error
+            )
 
     def release(self, part: Part) -> None:
         """Give back a part that will not be committed and that nobody writes to any more."""

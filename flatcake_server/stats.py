@@ -26,6 +26,7 @@ class PoolStats:
     files: int = 0
     written_bytes: int = 0  # data committed in the files that are there; reserved / written is the price of headroom
     direct: bool = False  # O_DIRECT works here
+    full: bool = False  # its file system had no room for the last file, below the quota
     huge_pages: bool = False
     failure: str = ""  # not empty: this path is out of service, and why
 

@@ -116,6 +116,7 @@ class Reports:
             files=disk.files_count,
             written_bytes=committed,
             direct=not disk.failure and disk.files.direct,
+            full=disk.full,
             failure=disk.failure,
         )
 

@@ -41,11 +41,14 @@ def test_a_disk_full_of_somebody_elses_bytes(tmp_path, kind):
         done = stored(kv, range(24))
         assert 6 <= len(done) < 20
         assert daemon.status()["counters"]["turns_refused_total"] == 24 - len(done)
+        assert daemon.pool("ssd")["full"]
+        assert daemon.log_tail().count("takes no file") == 1, "once a minute"
         assert all(kv.hit(kv.tokens(seed, 8)) == 8 for seed in done)
         daemon.check()
         with daemon.admin() as admin:
             assert len(admin.drop([f"s{seed}" for seed in done[:4]])["dropped"]) == 4
         assert stored(kv, range(100, 103)) == [100, 101, 102]
+        assert not daemon.pool("ssd")["full"]
         daemon.check()
         daemon.kill()
         daemon.start()

@@ -155,3 +155,21 @@ def test_a_client_that_goes_leaves_no_turn_behind_one_whose_path_hangs(tmp_path,
     core.check()
     core.check_rest()
     core.close()
+
+
+def test_a_disk_that_others_fill_is_said_and_not_at_each_turn(tmp_path, caplog):
+    core = Core(tmp_path)
+    core.open(ONE)
+    disk = core.node.disks[1]
+    core.faults["full"] = 1
+    for later_s, lines in ((0, 1), (1, 1), (60, 2)):
+        core.now_s += later_s
+        core.faults["create"] = 2  # also without headroom
+        with pytest.raises(Overloaded):
+            core.put(ONE, [1])
+        assert disk.full
+        assert caplog.text.count("takes no file") == lines
+    core.put(ONE, [1])
+    assert not disk.full
+    core.check()
+    core.close()
