@@ -413,14 +413,14 @@ async def run(config: NodeConfig) -> int:
     return code
 
 
-def _hanging(others: set[threading.Thread]) -> list[str]:
-    """Threads of ours that do not end by themselves now that all was closed: in a disk, or a kernel's target, that hangs."""
+def _hanging(others: set[threading.Thread]) -> bool:
+    """Whether threads of ours do not end by themselves now that all was closed: in a disk, or a kernel's target, that hangs."""
     new = set(threading.enumerate()) - others
     ours = [each for each in new if each.name.startswith("flatcake-") and not each.daemon]
     deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
     for thread in ours:
         thread.join(max(0.0, deadline_s - time.monotonic()))
-    return [thread.name for thread in ours if thread.is_alive()]
+    return any(thread.is_alive() for thread in ours)
 
 
 def serve(config: NodeConfig) -> int:

@@ -173,8 +173,10 @@ def test_no_thread_that_hangs_keeps_the_process(tmp_path, monkeypatch):
 
     monkeypatch.setattr(app.os, "_exit", ends)
     monkeypatch.setattr(Node, "start", starts)
-    asyncio.run(asyncio.wait_for(app.run(config_on(tmp_path)), 30))
-    thread.join(30)
+    try:
+        asyncio.run(asyncio.wait_for(app.run(config_on(tmp_path)), 30))
+    finally:
+        answers.set()
     assert exits == [app.CANNOT_NOW]
     gc.unfreeze()
 
