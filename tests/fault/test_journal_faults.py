@@ -80,8 +80,10 @@ def test_a_damaged_table_is_not_taken_for_its_end(made, tmp_path):
     """RocksDB's own iterator ends there without a word."""
     root, segments = copied(made, tmp_path)
     needle = segments[3].keys.tobytes()
-    (table,) = (path for path in files_of(root, ".sst") if needle in path.read_bytes())
-    flip(table, table.read_bytes().index(needle))
+    tables = [path for path in files_of(root, ".sst") if needle in path.read_bytes()]
+    assert tables
+    for table in tables:  # one that was merged into another may be there still
+        flip(table, table.read_bytes().index(needle))
     with pytest.raises(Corrupt, match=r"checksum mismatch.*--rebuild"):
         DiskPath(root)
     (finding,) = offline.check(root).findings
