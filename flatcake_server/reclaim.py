@@ -17,11 +17,12 @@ sessions', each above 0.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Final
+from itertools import takewhile
+from typing import Final, NamedTuple
 
 # A session in use writes on where it has room: its tail, given back, is a further file at its next turn. Tails of sessions idle for
 # this share of the uses since that of the next to go will hardly be written. With 0, Claude Code makes three to five times as many
@@ -213,6 +214,10 @@ class ReclaimOrder:
         """How many sessions `session` may not go before. Raises: ValueError: unknown."""
         return len(self._known(session).dependents)
 
+    def outlives(self, stamp: int, session: int) -> bool:
+        """Whether all sessions that depend on this one were used after `stamp`. Raises: ValueError: unknown."""
+        return all(self._sessions[dependent].stamp > stamp for dependent in self._known(session).dependents)
+
     def stamp(self, session: int) -> int:
         """Of its last use: of two sessions, the greater is used later. Raises: ValueError: unknown."""
         return self._known(session).stamp
@@ -276,6 +281,42 @@ class ReclaimOrder:
                 found.add(parent)
                 ahead.append(parent)
         return found
+
+
+class FileUse(NamedTuple):
+    file: int
+    session: int
+    stamp: int
+
+
+class FileUses:
+    """When session files were used, by pool.
+
+    A conversation that goes on from an earlier point (a compaction, a restart) leaves what is behind it, and uses its session all
+    the same. A file that nobody used since the session was which would go next is such a one: it goes before that session.
+    Its stamp is `ReclaimOrder.uses()` right after its use: no smaller than those of the sessions that were used with it.
+    """
+
+    def __init__(self) -> None:
+        self._uses: defaultdict[int, OrderedDict[int, FileUse]] = defaultdict(OrderedDict)
+
+    def use(self, pool: int, file: int, session: int, stamp: int) -> None:
+        """The deepest file of a chain first, so that it goes first."""
+        uses = self._uses[pool]
+        uses[file] = FileUse(file, session, stamp)
+        uses.move_to_end(file)
+
+    def remove(self, pool: int, file: int) -> None:
+        """Unknown ones are fine: what was never committed was never used."""
+        self._uses[pool].pop(file, None)
+
+    def idle(self, pool: int, before: int) -> Iterator[FileUse]:
+        """Files used last before a stamp, least recently used first. To be left before anything changes."""
+        return takewhile(lambda use: use.stamp < before, self._uses[pool].values())
+
+    def files(self) -> set[tuple[int, int]]:
+        """All that are known, as (pool, file)."""
+        return {(pool, file) for pool, uses in self._uses.items() for file in uses}
 
 
 def reclaim_need(used: int, reserved_request: int, quota: int, high: float, low: float) -> int:

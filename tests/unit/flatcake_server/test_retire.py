@@ -186,7 +186,7 @@ def test_a_session_in_use_keeps_its_tail(core):
 def test_no_session_goes_for_headroom(core):
     for number in range(3):
         core.put(ONE, [number] * 12, session=f"s{number}")
-    core.do(core.node.retirement.trim_idle(core.now_s + 1))
+    core.do(core.node.retirement.files.trim_idle(core.now_s + 1))
     core.put(ONE, [9] * 18, session="new")  # 19 pages beside 39 pass the watermark with their headroom only
     assert tails(core) == {"s0": 0, "s1": 0, "s2": 0, "new": 0}
     assert core.node.retirement.reclaimed[1] == 0
@@ -205,7 +205,7 @@ def test_tails_of_many_are_one_write_of_the_journal(core):
         real(puts, deletes, **options)
 
     records.write = write
-    core.do(core.node.retirement.trim_idle(core.now_s + 1))
+    core.do(core.node.retirement.files.trim_idle(core.now_s + 1))
     assert writes == [6]
     assert set(tails(core).values()) == {0}
 
