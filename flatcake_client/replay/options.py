@@ -8,6 +8,7 @@ about a quarter of the time that computing it does, as on a node with several fa
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from flatcake_transport.units import parse_duration, parse_size
 SYSTEMS: Final = ("flatcake", "none")  # and whatever has an adapter in bench/peers
 PEERS: Final = ("mooncake", "lmcache")
 LOADS_MAX: Final = 100
+PREFETCHES_MAX: Final = 1024  # a thread each
 STDOUT: Final = Path("-")  # the report goes to standard output, in place of tables
 
 
@@ -98,11 +100,18 @@ def _refuse_counts(told: argparse.Namespace) -> None:
     """Raises: ValueError: a count or size that nothing can be done with."""
     for names, least, said in (
         ("prefill_rate rate workers planes kv_bytes_per_token timeout", 0, "above 0"),
-        ("limit sessions turns max_tokens block_tokens profile_sessions prefetches seed", -1, "0 or more"),
+        (
+            "limit sessions turns max_tokens block_tokens profile_sessions prefetches seed agent_context_tokens short_reply_tokens",
+            -1,
+            "0 or more",
+        ),
     ):
-        wrong = [name for name in names.split() if getattr(told, name) <= least]
-        if wrong:
-            raise ValueError(f"--{wrong[0].replace('_', '-')} is {said}, not {getattr(told, wrong[0]):g}")
+        for name in names.split():
+            value = getattr(told, name)
+            if value is not None and not least < value < math.inf:  # "nan" and "inf" are floats to argparse
+                raise ValueError(f"--{name.replace('_', '-')} is {said}, not {value:g}")
+    if told.prefetches > PREFETCHES_MAX:
+        raise ValueError(f"--prefetches is at most {PREFETCHES_MAX}, not {told.prefetches}")
 
 
 def _loads(text: str) -> tuple[float, ...]:
@@ -110,7 +119,7 @@ def _loads(text: str) -> tuple[float, ...]:
         loads = tuple(float(word) for word in text.split(","))
     except ValueError as error:
         raise ValueError(f"--load {text} is no list of numbers: write one like 0.25,0.5,1,2,4") from error
-    if not 0 < len(loads) <= LOADS_MAX or min(loads) <= 0:
+    if not 0 < len(loads) <= LOADS_MAX or not all(0 < load < math.inf for load in loads):
         raise ValueError(f"--load {text}: expected 1 to {LOADS_MAX} numbers above 0")
     return loads
 

@@ -22,6 +22,13 @@ from flatcake_client.replay.options import parse
         (["x", "--limit", "-1"], "--limit is 0 or more, not -1"),
         (["x", "--max-tokens", "-5"], "--max-tokens is 0 or more"),
         (["x", "--prefetches", "-1"], "--prefetches is 0 or more"),
+        (["x", "--prefetches", "1025"], "--prefetches is at most 1024"),
+        (["x", "--agent-context-tokens", "-1"], "--agent-context-tokens is 0 or more"),
+        (["x", "--short-reply-tokens", "-1"], "--short-reply-tokens is 0 or more"),
+        (["x", "--load", "1,nan"], "above 0"),
+        (["x", "--load", "inf"], "above 0"),
+        (["x", "--rate", "nan"], "--rate is above 0, not nan"),
+        (["x", "--prefill-rate", "inf"], "--prefill-rate is above 0, not inf"),
     ],
 )
 def test_what_makes_no_sense_is_said(arguments, message):
