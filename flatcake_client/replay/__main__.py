@@ -48,6 +48,7 @@ class Shown:
         self._task: TaskID | None = None
         self._began_s = 0.0
         self._said = 0
+        self.unwritten: OSError | None = None  # of the last report: the replay goes on without it
 
     def load(self, load: float, requests: int) -> None:
         name = f"{self._options.system} {self._options.ablation}".strip()
@@ -61,7 +62,11 @@ class Shown:
     def saved(self, document: dict[str, Any]) -> None:
         if self._options.json_file not in (None, STDOUT):
             assert self._options.json_file is not None
-            write_whole(self._options.json_file, json.dumps(document, indent=1) + "\n")
+            try:
+                write_whole(self._options.json_file, json.dumps(document, indent=1) + "\n")
+                self.unwritten = None
+            except OSError as error:
+                self.unwritten = error
         for run in document["runs"][self._said :]:
             self._said += 1
             self._bar.console.print(
@@ -73,8 +78,12 @@ class Shown:
 def write_whole(file: Path, text: str) -> None:
     """Never half of it: who reads while we write, or after a power cut, sees the one before."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(file)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(file)) from error  # a full disk names no file
 
 
 def main(arguments: list[str]) -> int:
@@ -91,6 +100,8 @@ def main(arguments: list[str]) -> int:
         _become_peer(options.system, arguments)
     if options.json_file is not None and not options.json_file.absolute().parent.is_dir():
         raise ValueError(f"--json {options.json_file}: its directory does not exist")
+    if options.json_file is not None and options.json_file.is_dir():
+        raise ValueError(f"--json {options.json_file} is a directory: give a file")
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     sweep = Sweep(options, ["flatcake", "replay", *arguments])
     before = {number: signal.signal(number, on_signal(sweep)) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -99,12 +110,15 @@ def main(arguments: list[str]) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=_console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-            document = sweep.run(Shown(options, bar))
+            shown = Shown(options, bar)
+            document = sweep.run(shown)
     finally:
         sys.setswitchinterval(switch_s)
         for number, handler in before.items():
             signal.signal(number, handler)
     _show([document], options)
+    if shown.unwritten is not None:
+        raise shown.unwritten
     if document["partial"]:
         sys.stderr.write("flatcake replay: stopped; the report is of what was done\n")
         return EXIT_INTERRUPTED
@@ -137,14 +151,18 @@ def _console(*, stderr: bool = False) -> Console:
 
 def _show(documents: list[dict[str, Any]], options: Options) -> None:
     lines = [report.headline(document) for document in documents]
-    if options.plot_dir is not None:
+    if options.json_file == STDOUT:
+        sys.stdout.write(json.dumps(documents if options.compare else documents[0], indent=1) + "\n")
+    else:
+        _print_tables(documents, lines)
+    if options.plot_dir is not None:  # last: a disk that is full takes nothing else away
         title = f"Replay of {documents[0]['trace']['name']}"
         tables = [("What was replayed", report.facts(documents[0])), ("By load", report.rows(documents))]
         commands = "\n".join(shlex.join(document["command"]) for document in documents)
         write_page(options.plot_dir, title, ". ".join(lines), load_plots(documents), tables, commands)
-    if options.json_file == STDOUT:
-        sys.stdout.write(json.dumps(documents if options.compare else documents[0], indent=1) + "\n")
-        return
+
+
+def _print_tables(documents: list[dict[str, Any]], lines: list[str]) -> None:
     out = _console()
     rows = report.rows(documents)
     if out.width < WIDE_COLUMNS:  # what else there is, is in --json and --plot

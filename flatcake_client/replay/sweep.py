@@ -81,10 +81,13 @@ class Sweep:
     def run(self, watcher: Watcher) -> dict[str, Any]:
         """All loads. The document of docs/replay.md.
 
-        Raises: ValueError: the system refuses its budget. Unavailable: it does not start.
+        Raises: ValueError: the system refuses its budget, or there is no memory for the pages. Unavailable: it does not start.
         """
         options = self._options
-        memory = aligned_buffer(self._slots * self._block_bytes)
+        try:
+            memory = aligned_buffer(self._slots * self._block_bytes)
+        except OSError as error:
+            raise ValueError(f"--pages-bytes {options.pages_bytes}: {error.strerror}; give less") from error
         pages = memory.reshape(self._slots, options.planes, self._plane_bytes)
         document = self._document()
         for load in options.loads:

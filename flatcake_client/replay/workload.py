@@ -94,7 +94,7 @@ def shape(requests: Iterable[Request], shaping: Shaping) -> Workload:
     chosen = _choose(requests, shaping)
     if not chosen:
         raise ValueError(
-            "no request of the trace is left: widen --window, --max-tokens, --sessions, --turns or --limit"
+            "no request of the trace is left: widen --from, --window, --max-tokens, --sessions, --turns or --limit"
         )
     trace_tokens = chosen[0].block_tokens
     block_tokens = shaping.block_tokens or trace_tokens

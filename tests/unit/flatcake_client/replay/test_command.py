@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -21,6 +22,8 @@ SMALL = ("--profile", "chat", "--limit", "20")
         ((*SMALL, "--planes", "3"), "do not divide"),
         ((*SMALL, "--pages-bytes", "64KiB"), "--pages-bytes"),
         ((*SMALL, "--json", "/nothing/here/report.json"), "directory does not exist"),
+        ((*SMALL, "--json", "/"), "--json / is a directory: give a file"),
+        ((*SMALL, "--from", "9000h"), "widen --from"),
         (("--compare", __file__), "is no JSON"),
     ],
 )
@@ -42,13 +45,42 @@ def test_a_peer_without_its_environment_says_how_to_make_it(capsys, tmp_path, mo
         assert f".venv-{name}: make it with `make peers`" in capsys.readouterr().err
 
 
-def test_json_without_a_file_is_all_that_is_printed(capsys, tmp_path):
+@pytest.fixture
+def quick(tmp_path):
+    """20 requests without a store, in a moment."""
     small = [*SMALL, "--system", "none", "--kv-bytes-per-token", "1", "--planes", "1", "--dense", "0.2s"]
-    assert (
-        run([*small, "--prefill-rate", "10000000", "--pages-bytes", "16MiB", "--ssd-dir", str(tmp_path), "--json"]) == 0
-    )
+    return [*small, "--prefill-rate", "10000000", "--pages-bytes", "16MiB", "--ssd-dir", str(tmp_path)]
+
+
+def test_json_without_a_file_is_all_that_is_printed(capsys, quick):
+    assert run([*quick, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["runs"][0]["requests"] == document["trace"]["requests"] == 20
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_full_disk_takes_only_what_was_to_be_on_it(capsys, quick, tmp_path, monkeypatch, option):
+    file = str(tmp_path / "report")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", file)
+
+    monkeypatch.setattr("flatcake_client.replay.__main__.write_whole", full)
+    monkeypatch.setattr("flatcake_client.replay.__main__.write_page", full)
+    assert run([*quick, "--load", "1,2", option, file]) == 3
+    out, error = capsys.readouterr()
+    assert f"flatcake replay: {file}: No space left on device" in error
+    assert "What was replayed" in out
+    assert "delivers 0.00% to 0.00%" in out  # of both loads
+
+
+def test_pages_that_do_not_fit_into_memory_are_said(capsys, quick, monkeypatch):
+    def none(_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("flatcake_client.replay.sweep.aligned_buffer", none)
+    assert run(quick) == 2
+    assert "--pages-bytes 16777216: Cannot allocate memory; give less" in capsys.readouterr().err
 
 
 def test_another_json_is_no_report(tmp_path):
@@ -64,3 +96,11 @@ def test_a_report_is_written_whole(tmp_path):
     write_whole(file, "two")
     assert file.read_text() == "two"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing_and_is_named(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken") as found:
+        write_whole(tmp_path / "taken", "one")
+    assert found.value.filename == str(tmp_path / "taken")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
