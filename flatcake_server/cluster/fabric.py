@@ -125,8 +125,22 @@ def ucx_options(listen: Listen) -> Mapping[str, str]:
             raise Unavailable(
                 f"ucx_listen: no network device has the address {listen.host}: give the address of one, or 0.0.0.0"
             )
-        options |= {"NET_DEVICES": device}
+        options["NET_DEVICES"] = ",".join([device, *rdma_ports(device)])
     return options
+
+
+def rdma_ports(device: str, sys: Path = Path("/sys")) -> list[str]:
+    """The ports of RDMA cards that a network device is of, as UCX names them: it takes no port that is not named."""
+    ports = set()
+    for entry in sys.glob("class/infiniband/*/ports/*/gid_attrs/ndevs/*"):  # RoCE, also under a VLAN or a bond
+        with contextlib.suppress(OSError):  # a place in the card's table that is free
+            if entry.read_text().strip() == device:
+                ports.add(f"{entry.parts[-6]}:{entry.parts[-4]}")
+    port = sys / "class/net" / device / "dev_port"
+    for card in sys.glob(f"class/net/{device}/device/infiniband/*"):  # IP over InfiniBand
+        with contextlib.suppress(OSError, ValueError):
+            ports.add(f"{card.name}:{int(port.read_text()) + 1}")
+    return sorted(ports)
 
 
 def device_of_address(host: str) -> str | None:

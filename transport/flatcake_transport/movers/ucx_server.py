@@ -45,7 +45,9 @@ def serve(worker: UcxWorker, descriptor: int) -> bytes:
 def main(order: str) -> None:
     """`order`: regions, options and peer timeout, as the parent wrote them. It ends with its standard input."""
     regions, options, peer_timeout_s = json.loads(order)
-    worker = UcxWorker(load_ucx(), options=options, peer_timeout_s=peer_timeout_s)
+    # Of every device: not of those that containers make, which have the same addresses on all machines.
+    chosen = "NET_DEVICES" in options
+    worker = UcxWorker(load_ucx(), options=options, peer_timeout_s=peer_timeout_s, bridges=chosen)
     sealed = []
     for fd, size_bytes in regions:
         try:
