@@ -6,6 +6,10 @@ before it is closed. Requests are answered in order; one whose answer came too l
 received and thrown away before the next request, so that no answer is taken for another. A connection that failed is lost,
 and not closed before its owner says so: copies into what the daemon granted over it may be under way.
 
+Session files that were read or written are kept open to be read, so many: the next turn of their sessions asks for nothing. What is read is trusted under a
+lease only, whoever opened the file, and a file id is never used twice. Reclaim cuts a file before it unlinks it, so a descriptor
+that is kept too long keeps no space.
+
 The arena is mapped once. Its size is sealed by the daemon and checked here, so a mapping never raises SIGBUS, and it outlives
 the daemon. Nothing here survives a fork: the child's copies of socket and descriptors are closed at once, else the daemon
 would take the child's copy for our life.
@@ -21,7 +25,9 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -45,6 +51,7 @@ from flatcake_transport.mover import Transfer
 from flatcake_transport.window import OpenFile, device_number
 
 ANSWER_S: Final = 5.0  # a daemon that hands nothing over in this is a miss, and holds up no close for longer
+KEPT_MAX: Final = 128  # a process may often open 1,024, and has other things to
 _INT_BYTES: Final = array.array("i").itemsize
 
 
@@ -68,6 +75,46 @@ class Descriptors:
         self.close()
 
 
+class _Kept:
+    """Read-only files of earlier leases and turns, those used last. Thread-safe. What is given is a copy: it outlives what is kept here."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: OrderedDict[int, OpenFile] = OrderedDict()
+
+    def all_of(self, file_ids: Collection[int]) -> Descriptors | None:
+        """None: one of them is not kept, or this process can open no more."""
+        with self._lock:
+            if not all(file_id in self._files for file_id in file_ids):
+                return None
+            found = Descriptors({})
+            for file_id in file_ids:
+                self._files.move_to_end(file_id)
+                with contextlib.suppress(OSError):
+                    found.files[file_id] = _copy(self._files[file_id])
+        return found if len(found.files) == len(file_ids) else None
+
+    def keep(self, files: Mapping[int, OpenFile]) -> None:
+        with self._lock:
+            for file_id, file in files.items():
+                if file_id not in self._files:
+                    with contextlib.suppress(OSError):
+                        self._files[file_id] = _copy(file)
+            while len(self._files) > KEPT_MAX:
+                os.close(self._files.popitem(last=False)[1].fd)
+
+    def close(self) -> None:
+        """Without the lock: in a forked child its holder may be a thread that is not there. Twice is fine."""
+        files, self._files = self._files, OrderedDict()
+        _close_all([file.fd for file in files.values()])
+
+    __del__ = close
+
+
+def _copy(file: OpenFile) -> OpenFile:
+    return replace(file, fd=os.dup(file.fd))
+
+
 class Handover:
     """One client's connection. Thread-safe."""
 
@@ -77,6 +124,7 @@ class Handover:
         self._lost = False
         self._owed = False  # an answer to a request that nobody waits for any more
         self._arena: NDArray[np.uint8] | None = None
+        self._kept = _Kept()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._socket.settimeout(timeout_s)
@@ -135,19 +183,26 @@ class Handover:
     def files(self, verb: Verb, subject_id: int, timeout_s: float) -> Descriptors:
         """All session files of a lease (to read) or a turn (to write). Raises: Unavailable: it has ended, or no answer."""
         deadline_s = time.monotonic() + min(timeout_s, ANSWER_S)
-        found = Descriptors({})
+        found, readable = Descriptors({}), Descriptors({})
         more = True
         while more:
             with self._turn(deadline_s):
                 reply, fds = self._ask(Request(verb, subject_id, len(found.files)), deadline_s)
             for file_id, direct, fd in zip(reply.file_ids, reply.direct, fds, strict=True):
-                found.files[file_id] = OpenFile(fd, direct, device_number(fd))
+                files = found.files if verb is not Verb.TURN or file_id not in found.files else readable.files
+                files[file_id] = OpenFile(fd, direct, device_number(fd))
             more = reply.more and bool(fds)
+        self._kept.keep(found.files if verb is Verb.LEASE else readable.files)
         return found
+
+    def leased(self, lease_id: int, file_ids: Collection[int], timeout_s: float) -> Descriptors:
+        """The session files of a lease, to read: as `files`, or those that are kept, where all of these are."""
+        return self._kept.all_of(file_ids) or self.files(Verb.LEASE, lease_id, timeout_s)
 
     def close(self) -> None:
         """End the connection: the daemon gives back all we held. A mapped arena stays. Twice is fine."""
         self._lost = True
+        self._kept.close()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for an answer
         with self._lock:
@@ -157,6 +212,7 @@ class Handover:
         """In a forked child: let go of its copy. The connection itself is the parent's and lives on."""
         self._lost = True
         self._socket.close()
+        self._kept.close()
 
     def __del__(self) -> None:
         # Not closed: its client gave up waiting for a write; whatever held us has landed now.

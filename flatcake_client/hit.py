@@ -182,7 +182,10 @@ class Hit:
         try:
             self.lease.check()
             if self._descriptors is None:
-                self._descriptors = self._reachable().handover.files(Verb.LEASE, self.lease.lease_id, timeout_s)
+                connection = self._reachable()
+                here = connection.welcome.node_id
+                file_ids = {run.file_id for run in self.runs if run.file_id and run.segment.node == here}
+                self._descriptors = connection.handover.leased(self.lease.lease_id, file_ids, timeout_s)
             return self._descriptors.files
         finally:
             self._lock.release()

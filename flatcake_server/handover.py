@@ -1,8 +1,8 @@
 """Hands file descriptors to local clients: the arena, the session files of a lease, those of a turn.
 
 One SOCK_SEQPACKET connection a client (words: flatcake_transport.handoff). It is the client's life line: when it ends, the
-client is gone and all it held is given back. Descriptors are read-only for a lease and read-write for a turn; no path is
-ever named to a client. Opening may block on a disk, so it runs in the disk's threads.
+client is gone and all it held is given back. Descriptors are read-only for a lease, and both for a turn: who
+wrote a session reads it next, and need not ask. No path is ever named to a client. Opening may block on a disk, so it runs in the disk's threads.
 
 Faults survived: a client that speaks nonsense, never attaches, or floods (its connection is closed); a file that cannot
 be opened or whose path hangs (to read: it is left out, and its blocks are a miss; to write: a reply that says so); descriptors that
@@ -16,7 +16,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -143,7 +143,7 @@ class Handover:
             if request.verb is Verb.LEASE:
                 files = self._store.files_of_lease(client_id, request.subject_id)
                 unopened = partial(self._store.unopened, request.subject_id)
-                return await _opened(files, request.start, lambda disk: disk.files.open_read, unopened)
+                return await _opened(files, request.start, lambda disk: (disk.files.open_read,), unopened)
             if request.verb is Verb.REMOTE:
                 opened = await self.exported_files(client_id, request.subject_id) if self.exported_files else {}
                 return _handed(opened)
@@ -151,7 +151,7 @@ class Handover:
             files = {
                 part.file.file_id: self._store.disks[part.session.pool] for part in turn.parts if part.file is not None
             }
-            return await _opened(files, request.start, lambda disk: disk.files.open_write)
+            return await _opened(files, request.start, lambda disk: (disk.files.open_write, disk.files.open_read))
         except LookupError as error:
             return Reply(Status.GONE, text=str(error)), []
         except (FlatCakeError, OSError) as error:
@@ -170,12 +170,13 @@ def _handed(opened: dict[int, int]) -> tuple[Reply, list[int]]:
 async def _opened(
     files: dict[FileId, Disk],
     start: int,
-    opener: Callable[[Disk], Callable[[FileId], int]],
+    openers: Callable[[Disk], Sequence[Callable[[FileId], int]]],
     unopened: Callable[[FileId, FlatCakeError], Awaitable[None]] | None = None,
 ) -> tuple[Reply, list[int]]:
     """As many of the files from `start` on as a message carries.
 
     Args:
+        openers: for each file a descriptor of each.
         unopened: told of a file that cannot be opened, and takes it out of `files`; without it, that is an error, and so is a path that hangs.
     """
     ids: list[FileId] = []
@@ -186,7 +187,7 @@ async def _opened(
                 break
             try:
                 files[file_id].admit()
-                fds.append(await files[file_id].run(opener(files[file_id]), file_id))
+                opened = await files[file_id].run(_open, file_id, openers(files[file_id]))
             except Unavailable as error:
                 if unopened is None:
                     raise
@@ -196,13 +197,27 @@ async def _opened(
                     raise
                 del files[file_id]  # it may be well: its path hangs, and is not asked
             else:
-                ids.append(file_id)
+                fds += opened
+                ids += [file_id] * len(opened)
     except BaseException:
         for fd in fds:
             os.close(fd)
         raise
     direct = tuple(files[file_id].files.direct for file_id in ids)
-    return Reply(file_ids=tuple(ids), direct=direct, more=start + len(ids) < len(files)), fds
+    return Reply(file_ids=tuple(ids), direct=direct, more=start + len(set(ids)) < len(files)), fds
+
+
+def _open(file_id: FileId, openers: Sequence[Callable[[FileId], int]]) -> list[int]:
+    """All of them, or none. Blocks."""
+    fds: list[int] = []
+    try:
+        for opener in openers:
+            fds.append(opener(file_id))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds
 
 
 async def _receive(connection: socket.socket) -> bytes:

@@ -171,11 +171,12 @@ class FakeDaemon(store_pb2_grpc.StoreServicer):
             return Reply(file_ids=(0,), direct=(False,)), [os.dup(self.arena)]
         if request.verb is Verb.LEASE and request.subject_id not in self.leases:
             return Reply(Status.GONE, text="the lease has ended"), []
-        flags = os.O_RDONLY if request.verb is Verb.LEASE else os.O_RDWR
+        modes = [os.O_RDONLY] if request.verb is Verb.LEASE else [os.O_RDWR, os.O_RDONLY]
         ids = sorted(self.files)
         page = ids[request.start : request.start + self.fds_a_message]
-        fds = [os.open(self.path(file_id), flags) for file_id in page]
+        fds = [os.open(self.path(file_id), mode) for file_id in page for mode in modes]
         more = request.start + len(page) < len(ids)
+        page = [file_id for file_id in page for _ in modes]
         return Reply(file_ids=tuple(page), direct=(False,) * len(page), more=more), fds
 
     def path(self, file_id: int) -> Path:

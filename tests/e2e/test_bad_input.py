@@ -219,7 +219,7 @@ def test_the_client_refuses_planes_of_nothing(node):
 # -- the handover socket -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [b"", b"x", b"FCattch1", b"\0" * 32, b"FCreque1" + bytes(16), bytes(5000)])
+@pytest.mark.parametrize("words", [b"", b"x", b"FCattch1", b"\0" * 32, b"FCreque2" + bytes(16), bytes(5000)])
 def test_nonsense_ends_the_connection_and_nothing_else(wire, words):
     with wire.handover(attach=False) as connection:
         connection.send(words)
@@ -257,7 +257,7 @@ def test_descriptors_go_to_their_holder_only(node):
         theirs.recv(1 << 16)
         keys = some_keys(9, 2)
         turn = one.begin(keys, session="held")
-        assert decode_reply(ask(mine, Verb.TURN, turn.turn_id)).file_ids == (turn.parts[0].file_id,)
+        assert decode_reply(ask(mine, Verb.TURN, turn.turn_id)).file_ids == (turn.parts[0].file_id,) * 2
         assert decode_reply(ask(theirs, Verb.TURN, turn.turn_id)).status is Status.GONE
         one.commit(turn)
         assert decode_reply(ask(mine, Verb.TURN, turn.turn_id)).status is Status.GONE

@@ -166,16 +166,21 @@ def test_a_client_whose_reads_fail(daemon, monkeypatch):
 
 
 def test_truncated_and_deleted_files(tmp_path):
-    """Somebody cuts one file and deletes another: those blocks miss, the law says so; a start forgets them."""
-    with Daemon(tmp_path) as daemon, connect(daemon) as client:
-        kv = Kv(client)
+    """Somebody cuts one file and deletes another: those blocks miss, the law says so; a start forgets them.
+
+    Who wrote them has them open, and so has what was deleted, and not what was cut.
+    """
+    with Daemon(tmp_path) as daemon, connect(daemon) as client, connect(daemon) as other:
+        kv, reader = Kv(client), Kv(other)
         assert stored(kv, range(4)) == [0, 1, 2, 3]
         cut, deleted, emptied, _whole = files_of(tmp_path / "ssd")
         os.truncate(cut, 3 * 8 * kv.plane_bytes - 4096)
         deleted.unlink()
         os.truncate(emptied, 0)
         assert kv.hit(kv.tokens(0, 8)) < 8
-        assert [kv.hit(kv.tokens(seed, 8)) for seed in (1, 2, 3)] == [0, 0, 8]
+        assert [kv.hit(kv.tokens(seed, 8)) for seed in (1, 2, 3)] == [8, 0, 8]
+        assert [reader.hit(kv.tokens(seed, 8)) for seed in (1, 2, 3)] == [0, 0, 8]
+        assert kv.hit(kv.tokens(1, 8)) == 0
         with pytest.raises(AssertionError, match="bytes on disk"):
             daemon.check()
         daemon.kill()

@@ -8,7 +8,7 @@ A SOCK_SEQPACKET unix socket keeps message borders, so a message is one struct a
 
 The connection is the client: when it ends, all that the client holds is given back. A lease or a turn may have more files
 than one message can carry, so a reply has at most `FDS_MAX` and says `more`; the client asks again with `start` = how many
-it has. All integers are little-endian. Either side answers a message that it cannot read by closing the connection.
+files it has. All integers are little-endian. Either side answers a message that it cannot read by closing the connection.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-# The kernel takes 253 descriptors a message (SCM_MAX_FD in include/net/scm.h); a round number below it.
+# The kernel takes 253 descriptors a message (SCM_MAX_FD in include/net/scm.h); a round number below it, and even: a turn's come in pairs.
 FDS_MAX: Final = 200
 TOKEN_BYTES: Final = 16
 TEXT_BYTES_MAX: Final = 1024
 
 _ATTACH_MAGIC: Final = b"FCattch1"
-_REQUEST_MAGIC: Final = b"FCreque1"
+_REQUEST_MAGIC: Final = b"FCreque2"
 _REPLY_MAGIC: Final = b"FCreply1"
 
 _ATTACH: Final = struct.Struct("<8sQ16s")
@@ -39,7 +39,7 @@ class Verb(IntEnum):
     ARENA = 1  # subject_id 0; one descriptor, file id 0
     LEASE = 2  # subject_id is the lease's; its session files, read-only
     REMOTE = 4  # subject_id is the lease's; files of another node on it that could be opened over NVMe-oF, read-only
-    TURN = 3  # subject_id is the turn's; its session files, read-write
+    TURN = 3  # subject_id is the turn's; its session files, each twice: read-write, then read-only for later leases
 
 
 class Status(IntEnum):

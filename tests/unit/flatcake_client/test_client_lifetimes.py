@@ -26,8 +26,9 @@ from flatcake_transport.movers import posix
 from flatcake_transport.window import OpenFile
 
 
-def test_two_restores_of_a_hit_share_its_descriptors(daemon, client):
+def test_two_restores_of_a_hit_share_its_descriptors(daemon, client, monkeypatch):
     """Each asking for itself, the first one's would close when the second's take their place: numbers that soon mean other files."""
+    monkeypatch.setattr(handover, "KEPT_MAX", 0)
     kv = Kv(client)
     kv.store(kv.tokens(1, 4))
     stall = daemon.fail["hand"] = threading.Event()
@@ -43,6 +44,16 @@ def test_two_restores_of_a_hit_share_its_descriptors(daemon, client):
         assert found[0] is found[1]
         for file in found[0].values():
             os.fstat(file.fd)
+
+
+def test_who_stored_a_session_restores_it_without_asking(daemon, client):
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 4))
+    daemon.fail["hand"] = "is told"
+    for _ in range(2):
+        assert kv.hit(kv.tokens(1, 4)) == 4
+        with kv.space.lookup(kv.space.keys(kv.tokens(1, 4))) as hit:
+            assert set(hit.files(5.0)) == set(daemon.files)
 
 
 def test_slots_and_keys_may_be_used_again_at_once(daemon, client):
@@ -91,6 +102,7 @@ def test_an_answer_that_cannot_be_taken_closes_nothing_under_a_turn(daemon, clie
     def unreadable(message):
         raise ValueError("no such answer")
 
+    monkeypatch.setattr(handover, "KEPT_MAX", 0)
     kv = Kv(client)
     kv.store(kv.tokens(1, 3))
     keys = kv.space.keys(kv.tokens(2, 3))

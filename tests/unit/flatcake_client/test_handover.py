@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
 
@@ -72,6 +74,76 @@ def test_forgotten_descriptors_are_closed(daemon, handover):
     add_files(daemon, 3)
     fds = [file.fd for file in handover.files(Verb.TURN, 1, 5.0).files.values()]
     assert not any(map(is_open, fds))
+
+
+def bytes_of(found):
+    return {file_id: os.pread(file.fd, 4, 0) for file_id, file in found.files.items()}
+
+
+def test_files_that_were_read_are_not_asked_for_again(daemon, handover):
+    add_files(daemon, 3)
+    daemon.leases.add(7)
+    first = handover.leased(7, {1, 2, 3}, 5.0)
+    daemon.fail["hand"] = "is told"
+    again = handover.leased(7, {1, 3}, 5.0)
+    first.close()  # with its hit: what the next one reads from stays open
+    assert bytes_of(again) == {file_id: file_id.to_bytes(4, "little") for file_id in (1, 3)}
+    assert not any(os.get_inheritable(file.fd) for file in again.files.values())
+    again.close()
+    assert sorted(bytes_of(handover.leased(7, {1, 2}, 5.0))) == [1, 2]
+    with pytest.raises(Unavailable, match="no such file"):
+        handover.leased(7, {1, 4}, 5.0)
+
+
+def test_files_that_were_written_are_kept_to_be_read_only(daemon, handover):
+    add_files(daemon, 23)
+    daemon.fds_a_message = 10
+    written = handover.files(Verb.TURN, 1, 5.0)
+    daemon.fail["hand"] = "is told"
+    read = handover.leased(7, set(written.files), 5.0)
+    assert sorted(bytes_of(read)) == list(range(1, 24))
+    modes = [
+        {fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE for file in each.files.values()} for each in (written, read)
+    ]
+    assert modes == [{os.O_RDWR}, {os.O_RDONLY}]
+
+
+def test_few_files_are_kept_those_read_last(daemon, handover, monkeypatch):
+    monkeypatch.setattr(handover_module, "KEPT_MAX", 2)
+    add_files(daemon, 2)
+    daemon.leases.add(7)
+    handover.leased(7, {1, 2}, 5.0)
+    handover.leased(7, {1}, 5.0)
+    daemon.files.clear()
+    daemon.files[3] = 0
+    daemon.path(3).write_bytes(b"cccc")
+    handover.leased(7, {3}, 5.0)
+    kept = [file.fd for file in handover._kept._files.values()]
+    daemon.fail["hand"] = "is told"
+    assert sorted(handover.leased(7, {1, 3}, 5.0).files) == [1, 3]
+    with pytest.raises(Unavailable, match="no such file"):
+        handover.leased(7, {2}, 5.0)
+    assert len(kept) == 2
+    assert all(map(is_open, kept))
+    handover.close()
+    assert not any(map(is_open, kept))
+
+
+def test_a_process_that_can_open_no_more_asks(daemon, handover, monkeypatch):
+    add_files(daemon, 2)
+    daemon.leases.add(7)
+    handover.leased(7, {1, 2}, 5.0)
+
+    def full(fd):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as now:
+        now.setattr(handover_module.os, "dup", full)
+        asked = handover.leased(7, {1, 2}, 5.0)
+        daemon.fail["hand"] = "is told"
+        with pytest.raises(Unavailable, match="no such file"):
+            handover.leased(7, {1, 2}, 5.0)
+    assert sorted(bytes_of(asked)) == [1, 2]
 
 
 def test_the_arena_is_shared(daemon, handover):

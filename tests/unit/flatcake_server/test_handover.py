@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
+from types import SimpleNamespace
 
+import pytest
 from core import Core
 
 from flatcake_server import handover as handover_module
 from flatcake_server.handover import Handover
+from flatcake_transport.errors import Unavailable
 from flatcake_transport.handoff import Attach, Request, Status, Verb, decode_reply, encode_attach, encode_request
 
 
@@ -49,3 +53,51 @@ def test_an_answer_that_cannot_be_sent_ends_no_client(tmp_path, monkeypatch):
     assert len(refused) == 1
     assert handover.handed_total == 1
     core.close()
+
+
+class Openable:
+    """A disk whose files are all there; `refused` cannot be opened to read."""
+
+    def __init__(self, path, refused=0):
+        self.opened = []
+        self._path, self._refused = path, refused
+        self.files = SimpleNamespace(direct=False, open_read=self._open_read, open_write=self._open_write)
+
+    def admit(self):
+        pass
+
+    async def run(self, work, *arguments):
+        return work(*arguments)
+
+    def _open_write(self, file_id):
+        self.opened.append(os.open(self._path, os.O_RDWR | os.O_CREAT))
+        return self.opened[-1]
+
+    def _open_read(self, file_id):
+        if file_id == self._refused:
+            raise Unavailable("it is gone")
+        return self._open_write(file_id)
+
+
+def both(disk):
+    return disk.files.open_write, disk.files.open_read
+
+
+def test_descriptors_of_one_file_come_in_one_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(handover_module, "FDS_MAX", 4)
+    files = dict.fromkeys((1, 2, 3), Openable(tmp_path / "kv"))
+    for start, ids, more in ((0, (1, 1, 2, 2), True), (2, (3, 3), False)):
+        reply, fds = asyncio.run(handover_module._opened(files, start, both))
+        assert (reply.file_ids, reply.more, len(reply.direct)) == (ids, more, len(fds))
+        for fd in fds:
+            os.close(fd)
+
+
+def test_a_file_that_opens_in_one_way_only_leaves_no_descriptor(tmp_path):
+    disk = Openable(tmp_path / "kv", refused=2)
+    with pytest.raises(Unavailable, match="gone"):
+        asyncio.run(handover_module._opened({1: disk, 2: disk}, 0, both))
+    assert len(disk.opened) == 3
+    for fd in disk.opened:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)
