@@ -19,7 +19,7 @@ def node(root: Path, number: int, **options: Any) -> Daemon:
     """One node of a cluster, its directory made; not started."""
     folder = root / f"node{number}"
     folder.mkdir(parents=True, exist_ok=True)
-    told = {"node_id": number, "grpc_listen": "127.0.0.1:0", "node_ttl": "2s", "peer_timeout": "1s"}
+    told = {"node_id": number, "grpc_listen": "127.0.0.1:0", "node_ttl": "4s", "peer_timeout": "2s"}
     return Daemon(folder, **told | options)
 
 

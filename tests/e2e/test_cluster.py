@@ -104,17 +104,17 @@ def test_a_killed_node_is_a_miss_in_time_and_back_on_another_port_a_hit(three):
         two.signal(signal.SIGSTOP)
         asked_s = time.monotonic()
         assert remote(wire, keys)[0] == []
-        assert time.monotonic() - asked_s < 3.0
+        assert time.monotonic() - asked_s < 6.0
         asked_s = time.monotonic()
         assert remote(wire, keys)[0] == [], "it is not waited for again"
-        assert time.monotonic() - asked_s < 0.9
+        assert time.monotonic() - asked_s < 1.8
         two.signal(signal.SIGCONT)
         until(lambda: remote(wire, keys)[0] == [(2, 64)], 20)
         two.kill()
         asked_s = time.monotonic()
         found, reply = remote(wire, keys)
         assert (found, list(reply.nodes)) == ([], [])
-        assert time.monotonic() - asked_s < 1.5
+        assert time.monotonic() - asked_s < 1.8
         two.start()  # on another port: 0 takes any
         until(lambda: remote(wire, keys)[0] == [(2, 64)], 20)
         assert cluster_of(one)["loans"] >= 1

@@ -173,7 +173,7 @@ def test_a_disk_that_hangs_holds_up_neither_the_clock_nor_the_end(tmp_path):
         "from flatcake_server.session import SessionFiles\n"
         "SessionFiles.delete = lambda self, file_id: threading.Event().wait()\n"
     )
-    with Daemon(tmp_path, wrapper=wrapper, lease_ttl="1s", drain_timeout="1s") as daemon:
+    with Daemon(tmp_path, wrapper=wrapper, lease_ttl="3s", drain_timeout="1s") as daemon:
         with connect(daemon) as client:
             kv = Kv(client)
             kv.store(kv.tokens(1, 4), session="goes")
