@@ -1,7 +1,9 @@
 """Which session goes next, and which tail. Pure.
 
 Reclaim drops whole sessions, least recently used first, per pool (the arena, each SSD path). A fork depends on the session
-its prefix lives in, so the parent never goes while a dependent stays: it would leave blocks no lookup can reach. Using a
+its prefix lives in, so the parent never goes while a dependent stays: it would leave blocks no lookup can reach. Memory is the
+exception: what sessions have there is waited for by dependents in memory only, or what nobody reads on SSD would keep its shared heads
+in memory, and what is read had to go. Missing heads are stored anew when they are used, and what is behind them is a hit again. Using a
 fork uses its ancestors, and within one use the deeper count as older, so a chain is dropped from its end.
 
 Before any session goes, what was pre-allocated on the path and is not written does: `tails_of` is the pool of those bytes. Only tails
@@ -18,12 +20,13 @@ sessions', each above 0.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import takewhile
 from typing import Final, NamedTuple
 
+MEMORY: Final = 0  # its pool
 # A session in use writes on where it has room: its tail, given back, is a further file at its next turn. Tails of sessions idle for
 # this share of the uses since that of the next to go will hardly be written. With 0, Claude Code makes three to five times as many
 # files and hits no more; from 0.05 to 0.35 hits are the same within 0.3 points (bench/reclaim.py).
@@ -155,8 +158,9 @@ class ReclaimOrder:
             else:
                 break
             known = self._sessions[session]
-            stays = any(dependent not in dropped for dependent in known.dependents)
-            if stays or session in dropped or busy(session):  # two dependents may lead to one parent
+            if (
+                self._waits(session, pool, dropped) or session in dropped or busy(session)
+            ):  # two dependents may lead to one parent
                 continue
             dropped[session] = None
             freed_bytes += held.size_of[session]
@@ -165,6 +169,15 @@ class ReclaimOrder:
                 if stamp < scanned_stamp and parent in held.size_of:
                     heappush(freed_parents, (stamp, parent))
         return list(dropped)
+
+    def may_go(self, session: int, pool: int) -> bool:
+        """Whether no session depends on it that would have to go from the pool before. Raises: ValueError: unknown."""
+        return not self._waits(session, pool, {})
+
+    def _waits(self, session: int, pool: int, dropped: Container[int]) -> bool:
+        held = self._pools.get(pool, _Pool()).size_of
+        waited_for = (one for one in self._known(session).dependents if pool != MEMORY or one in held)
+        return any(one not in dropped for one in waited_for)
 
     def idle_tails(self, pool: int, need_bytes: int, busy: Callable[[int], bool], sessions_max: int) -> list[int]:
         """Sessions whose tails go before any session of the pool does, least recently used first.

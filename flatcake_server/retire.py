@@ -119,7 +119,7 @@ class Retirement:
                 return
             some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
             for victim in order.victims(pool, max(1, some), self._stays):
-                if self._still_goes(victim):
+                if self._still_goes(victim, pool):
                     await self.drop(self._catalog.sessions[SessionNo(victim)])
                     self.reclaimed[pool] += 1
 
@@ -185,7 +185,7 @@ class Retirement:
 
     async def _drop_all(self, pool: int, victims: Iterable[int]) -> None:
         for session_no in victims:
-            if not self._still_goes(session_no):
+            if not self._still_goes(session_no, pool):
                 continue
             session = self._catalog.sessions[SessionNo(session_no)]
             if pool == MEMORY_POOL and session.files:
@@ -198,9 +198,9 @@ class Retirement:
                 await self.drop(session)
             self.reclaimed[pool] += 1
 
-    def _still_goes(self, victim: int) -> bool:
+    def _still_goes(self, victim: int, pool: int) -> bool:
         """Others were dropped since it was chosen: it may be gone itself, in use, or have been forked."""
-        return not self.busy(victim) and not self._catalog.order.dependents(victim)
+        return not self.busy(victim) and self._catalog.order.may_go(victim, pool)
 
     # -- sessions --------------------------------------------------------------------------------------------------
 

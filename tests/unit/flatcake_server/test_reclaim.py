@@ -154,3 +154,17 @@ def test_a_session_outlives_a_use_when_all_that_depend_on_it_were_used_later():
     assert not order.outlives(2, 1)
     order.touch([2])
     assert order.outlives(2, 1)
+
+
+def test_what_is_in_memory_does_not_wait_for_dependents_elsewhere():
+    order = order_of(1, 2, 3, pool=0)
+    order.set_bytes(2, 0, 0)
+    order.set_bytes(2, 1, 5)
+    order.depend(2, 1)
+    assert order.may_go(1, 0)
+    assert not order.may_go(1, 1)
+    assert order.victims(0, 10, nobody) == [1]
+    order.depend(3, 1)
+    assert not order.may_go(1, 0)
+    assert order.victims(0, 10, nobody) == [3]
+    assert order.victims(0, 20, nobody) == [3, 1]

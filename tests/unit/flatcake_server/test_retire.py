@@ -343,9 +343,10 @@ def test_memory_is_made_free_beside_a_path_that_hangs(core):
 
 
 def test_memory_that_cannot_go_is_not_looked_through_again_and_again(core, monkeypatch):
-    """Prompts that SSD sessions depend on fill the arena: one search a second, not one a turn."""
+    """Prompts that are being read fill the arena: one search a second, not one a turn."""
     for number in range(1, 4):
         core.put(ONE, [number, number, number, 0], session=f"s{number}", share_counts=[2, 2, 2, 1])
+        core.hit(ONE, [number, number, number], pin=True)
     searches = []
     order = core.node.catalog.order
     real = type(order).victims
@@ -357,7 +358,22 @@ def test_memory_that_cannot_go_is_not_looked_through_again_and_again(core, monke
     monkeypatch.setattr(type(order), "victims", victims)
     for number in range(4, 10):
         core.put(ONE, [number, number, 0], session=f"s{number}", share_counts=[2, 2, 1])
+        core.hit(ONE, [number, number], pin=True)
     assert searches.count(0) == 1
     core.do(core.store.tick(600.0))
     core.put(ONE, [10, 10, 0], session="s10", share_counts=[2, 2, 1])
     assert searches.count(0) == 2
+
+
+def test_a_shared_head_leaves_memory_though_a_fork_on_ssd_stays(core):
+    """What nobody reads would else keep its heads in memory for as long as the disk has room."""
+    shares = [2] * 6 + [1] * 4
+    core.put(ONE, [1] * 10, session="fork", share_counts=shares)
+    for number in (2, 3, 4):
+        core.put(ONE, [number] * 10, session=f"s{number}", share_counts=shares)
+    assert core.node.retirement.reclaimed[0] > 0
+    assert core.hit(ONE, [1] * 10)[0] == 0
+    assert core.store.catalog.find(ONE.fingerprint, "fork").blocks == 4
+    core.put(ONE, [1] * 10, session="again", share_counts=shares)
+    assert core.hit(ONE, [1] * 10)[0] == 10
+    assert core.store.catalog.find(ONE.fingerprint, "fork").blocks == 4
