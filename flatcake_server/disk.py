@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from flatcake_server.catalog import SessionFile
+from flatcake_server.cluster.nvmet import withdraw_leftovers
 from flatcake_server.config_checks import ssd_path_refusal
 from flatcake_server.journal import Journal
 from flatcake_server.records import FileId, FileRecord
@@ -94,6 +95,7 @@ class Disk:
         if refusal := ssd_path_refusal(self.path, self.quota_bytes):
             raise Unavailable(refusal)
         self._files = SessionFiles(self.path)
+        withdraw_leftovers(self.path)
         try:
             self._journal = Journal(self.path / "journal")
         except BaseException:

@@ -9,8 +9,9 @@ made with O_DIRECT is seen at once. Each export has a UUID of its own: a reader 
 under the same namespace id for the one it leased. When `withdraw` returns, no read of the file is under way and none will
 begin (the kernel drains the namespace), so its space may be given to others.
 
-Faults survived: a daemon that was killed (the next `start` clears what the subsystem has), a namespace that cannot be withdrawn
-(it stays counted, is never exported again, and `sweep` tries anew), a file system without O_DIRECT, no kernel module, no root.
+Faults survived: a daemon that was killed (the next one on its directories withdraws what is exported of them, `start` clears what
+the subsystem has), a namespace that cannot be withdrawn (it stays counted, and its id is never used again; `withdraw` may be
+tried anew), a file system without O_DIRECT, no kernel module, no root.
 
 Blocking, and for one thread. Needs write access to configfs, and nothing else.
 """
@@ -18,6 +19,7 @@ Blocking, and for one thread. Needs write access to configfs, and nothing else.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from typing import Final
 from uuid import UUID
 
 from flatcake_transport.errors import Overloaded, Unavailable
+
+log = logging.getLogger(__name__)
 
 CONFIGFS: Final = Path("/sys/kernel/config/nvmet")
 NAMESPACES_MAX: Final = 1024  # NVMET_MAX_NAMESPACES in drivers/nvme/target/nvmet.h
@@ -147,17 +151,10 @@ class NvmeTarget:
         self._exports_total += 1
         return nsid
 
-    def refresh(self, nsid: int) -> None:
-        """The file has grown since it was exported: let readers know its size. Raises: Unavailable."""
-        try:
-            _put(self._namespace(nsid) / "revalidate_size", "1")
-        except OSError as error:
-            raise Unavailable(f"namespace {nsid} cannot be resized: {_told(error)}") from error
-
     def withdraw(self, nsid: int) -> None:
         """End an export: when this returns nobody reads the file any more. Unknown ones are fine.
 
-        Raises: Unavailable: it may still be read. It stays known, and `sweep` tries again.
+        Raises: Unavailable: it may still be read. It stays known: try again.
         """
         if self._exports.pop(nsid, None) is None and nsid not in self._stuck:
             return
@@ -168,18 +165,6 @@ class NvmeTarget:
             raise Unavailable(f"namespace {nsid} cannot be withdrawn: {_told(error)}") from error
         self._stuck.discard(nsid)
         self._withdrawals_total += 1
-
-    def sweep(self) -> int:
-        """Withdraw what could not be withdrawn before, and namespaces that nobody knows. Returns how many are gone."""
-        gone = 0
-        for entry in self._entries():
-            if int(entry.name) not in self._exports:
-                with contextlib.suppress(OSError):
-                    _remove_namespace(entry)
-                    self._stuck.discard(int(entry.name))
-                    gone += 1
-        self._leftovers_total += gone
-        return gone
 
     def stop(self) -> None:
         """Withdraw all and remove the subsystem. Twice is fine. Raises: Unavailable: something stays."""
@@ -249,6 +234,22 @@ class NvmeTarget:
         _put(made / "addr_traddr", port.address)
         _put(made / "addr_trsvcid", str(port.service))
         return made
+
+
+def withdraw_leftovers(directory: Path, root: Path = CONFIGFS) -> None:
+    """End all exports of files below a directory that is this daemon's alone.
+
+    Who made them was killed, and may have had another number, cluster or `nvmeof`; the files are about to be cut and deleted.
+    """
+    ours = directory.resolve()
+    for namespace in root.glob("subsystems/*/namespaces/*"):
+        try:
+            exported = Path((namespace / "device_path").read_text().strip())
+            if exported.resolve().is_relative_to(ours):
+                _remove_namespace(namespace)
+                log.warning("%s was exported over NVMe-oF by a daemon that is gone; withdrawn", exported)
+        except OSError as error:
+            log.error("%s is left of a daemon that is gone, maybe, and stays exported: %s", namespace, _told(error))
 
 
 def _port_of(directory: Path) -> NvmePort | None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
-from conftest import CONFIG, until
+from conftest import CONFIG
 
 from flatcake_server.cluster.nvme_host import NvmeHost
-from flatcake_server.cluster.nvmet import NvmePort, NvmeTarget
+from flatcake_server.cluster.nvmet import NvmePort, NvmeTarget, withdraw_leftovers
 from flatcake_transport.errors import Overloaded, Unavailable
 
 MIB = 1 << 20
@@ -130,23 +130,6 @@ def test_many_exports_come_and_go_while_connected(disk: Path, target: NvmeTarget
             target.withdraw(nsid)
 
 
-def test_a_file_that_grew_is_read_to_its_new_end(disk: Path, target: NvmeTarget, host: NvmeHost) -> None:
-    path = disk / "d"
-    session_file(path, 4, size=2 * MIB)
-    nsid, uuid = exported(target, path)
-    host.connect(NQN, TCP, 20)
-    fd = host.open(NQN, uuid, 20)
-    writer = os.open(path, os.O_RDWR | os.O_DIRECT)
-    os.posix_fallocate(writer, 0, 4 * MIB)
-    more = b"late" * (MIB // 4)
-    write(writer, 3 * MIB, more)
-    target.refresh(nsid)
-    until(lambda: os.lseek(fd, 0, os.SEEK_END) == 4 * MIB)
-    assert read(fd, 3 * MIB, MIB) == more
-    os.close(fd)
-    os.close(writer)
-
-
 def test_who_is_not_allowed_does_not_connect(disk: Path, target: NvmeTarget) -> None:
     stranger = NvmeHost("nqn.2026-11.flatcake:host:stranger")
     with pytest.raises(Unavailable, match="connect failed"):
@@ -182,14 +165,26 @@ def test_a_file_that_the_kernel_refuses_leaves_nothing(disk: Path, target: NvmeT
     assert list((CONFIG / f"nvmet/subsystems/{NQN}/namespaces").iterdir()) == []
 
 
-def test_namespaces_that_nobody_knows_are_swept(disk: Path, target: NvmeTarget) -> None:
-    path = disk / "f"
-    session_file(path, 6)
-    nsid, _ = exported(target, path)
-    target._exports.clear()
-    assert target.sweep() == 1
-    assert target.sweep() == 0
-    assert not (CONFIG / f"nvmet/subsystems/{NQN}/namespaces/{nsid}").exists()
+def test_what_is_exported_of_a_directory_that_is_taken_is_withdrawn(
+    disk: Path, target: NvmeTarget, host: NvmeHost
+) -> None:
+    """As a daemon does with what one of another number left there."""
+    (disk / "taken").mkdir()
+    session_file(disk / "taken/f", 6)
+    session_file(disk / "f", 6)
+    nsid, uuid = exported(target, disk / "taken/f")
+    other, _ = exported(target, disk / "f")
+    host.connect(NQN, TCP, 20)
+    fd = host.open(NQN, uuid, 20)
+    withdraw_leftovers(disk / "taken")
+    try:
+        late = read(fd, 0, 4096)
+    except OSError:
+        late = b""
+    assert late == b"", "nothing is read any more"
+    os.close(fd)
+    left = [entry.name for entry in (CONFIG / f"nvmet/subsystems/{NQN}/namespaces").iterdir()]
+    assert left == [str(other)] != [str(nsid)]
 
 
 def test_over_soft_rdma_the_same_bytes_are_read(disk: Path, soft_rdma: str) -> None:

@@ -13,17 +13,20 @@ import numpy as np
 import pytest
 from conftest import until
 
+from flatcake_server.cluster.fabric import ucx_options
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.mover import MemorySpan, Move
 from flatcake_transport.movers.ucx import UcxMover
 from flatcake_transport.movers.ucx_process import UcxProcess
 from flatcake_transport.remote import RemoteMemory, RemoteSpan
+from flatcake_transport.units import Listen
 
 MIB = 1 << 20
 SIZE = 4 * MIB
 PACKET_BYTES = 4096  # RoCE's largest
+# As a daemon that listens at the card's address serves; no other way than RDMA, and the reader is one that was told nothing.
 # GID 0: with the IPv4-mapped one that UCX 1.13 picks by itself, endpoints of one host never see each other's packets.
-OPTIONS = {"TLS": "rc", "NET_DEVICES": "rxe0:1"}
+OPTIONS = {"TLS": "rc"}
 SENT = Path("/sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts")
 
 
@@ -36,7 +39,9 @@ def served(soft_rdma: str):
     noise = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
     np.frombuffer(mmap.mmap(fd, SIZE), np.uint8)[:] = noise
     os.environ["FLATCAKE_UCX_LIB"] = "system"
-    process = UcxProcess([(fd, SIZE)], options=OPTIONS, peer_timeout_s=20)
+    options = OPTIONS | ucx_options(Listen(soft_rdma, 0))
+    assert options["NET_DEVICES"] == "roce0,rxe0:1"
+    process = UcxProcess([(fd, SIZE)], options=options, peer_timeout_s=20)
     yield process, noise
     process.close()
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
+from flatcake_server import disk
 from flatcake_server.cluster.nvme_host import NvmeHost
-from flatcake_server.cluster.nvmet import NvmePort, NvmeTarget
+from flatcake_server.cluster.nvmet import NvmePort, NvmeTarget, subsystem_nqn, withdraw_leftovers
+from flatcake_server.disk import Disk
+from flatcake_server.session import PathInUse, SessionFiles
 from flatcake_transport.errors import Unavailable
 
 PORT = NvmePort("tcp", "127.0.0.1", 4420)
@@ -28,6 +34,29 @@ def test_without_a_kernel_target_the_operator_is_told_what_to_do(tmp_path: Path)
     with pytest.raises(Unavailable, match="modprobe nvmet"):
         target.start()
     target.stop()
+
+
+def test_a_path_that_is_taken_is_exported_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What a killed daemon left, whatever number and cluster it had; nothing of others, nor of a path that another daemon has."""
+    root, path = tmp_path / "nvmet", tmp_path / "ssd"
+    mine, others, foreign = (
+        root / f"subsystems/{nqn}/namespaces/1" for nqn in (subsystem_nqn("old", 9), subsystem_nqn("c", 8), "nqn.x")
+    )
+    places = {mine: path / "sessions/1", others: tmp_path / "ssd2/sessions/1", foreign: Path("/dev/nvme0n1")}
+    for namespace, exported in places.items():
+        namespace.mkdir(parents=True)
+        (namespace / "enable").write_text("1")
+        (namespace / "device_path").write_text(f"{exported}\n")
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)  # as configfs does: with all attributes
+    monkeypatch.setattr(disk, "withdraw_leftovers", partial(withdraw_leftovers, root=root))
+    path.mkdir()
+    with closing(SessionFiles(path)), pytest.raises(PathInUse):
+        Disk(path, 1, 1 << 20, 4).open()
+    assert mine.exists(), "its owner lives"
+    taken = Disk(path, 1, 1 << 20, 4)
+    taken.open()
+    taken.close()
+    assert [namespace.exists() for namespace in places] == [False, True, True]
 
 
 def test_a_port_knows_its_family():
