@@ -1,8 +1,10 @@
 """Fetch or recompute: whether blocks of other nodes come sooner than an engine computes them. Pure; the clock is an argument.
 
 Each medium of each node has a measured bandwidth, from restores that have read it: bytes over the time they stood waiting for
-them, which is what a fetch costs an engine that overlaps. It is an average that forgets (EWMA). Nobody knows the bandwidth of
-what was not read for a while, and such blocks are fetched: that is how it is learned, and learned anew when a link gets better.
+them, which is what a fetch costs an engine that overlaps. It is an average that forgets (EWMA), of the time a byte takes: what came
+while the restore waited for something else took none, and in an average of bandwidths that would outweigh all others. Nobody
+knows the bandwidth of what was not read for a while, and such blocks are fetched: that is how it is learned, and learned anew when
+a link gets better.
 
 An engine that does not say how fast it computes always fetches.
 """
@@ -36,19 +38,18 @@ class Bandwidths:
     """By place. Of two threads that add at once, one may be left out."""
 
     def __init__(self) -> None:
-        self._known: dict[Place, tuple[float, float]] = {}  # bytes a second, when it was measured last
+        self._known: dict[Place, tuple[float, float]] = {}  # seconds a byte, when it was measured last
 
     def add(self, read: RemoteRead, now_s: float) -> None:
         if read.size_bytes < SAMPLE_BYTES_MIN or read.seconds <= 0:
             return
-        rate = read.size_bytes / read.seconds
-        before = self.of(read.place, now_s)
-        self._known[read.place] = rate if before is None else before + NEW_SHARE * (rate - before), now_s
+        byte_s, before = read.seconds / read.size_bytes, self.of(read.place, now_s)
+        self._known[read.place] = byte_s if before is None else 1 / before + NEW_SHARE * (byte_s - 1 / before), now_s
 
     def of(self, place: Place, now_s: float) -> float | None:
         """Bytes a second; None: not known, or not lately."""
-        rate, measured_s = self._known.get(place, (0.0, float("-inf")))
-        return rate if now_s - measured_s < FORGET_S else None
+        byte_s, measured_s = self._known.get(place, (0.0, float("-inf")))
+        return 1 / byte_s if now_s - measured_s < FORGET_S else None
 
 
 def worth_fetching(

@@ -65,12 +65,20 @@ def test_an_average_that_forgets():
     known.add(RemoteRead(place, MIB, 0.0), 0.0)
     assert known.of(place, 0.0) is None, "too little to measure"
     known.add(RemoteRead(place, 10 * MIB, 1.0), 0.0)
-    known.add(RemoteRead(place, 20 * MIB, 1.0), 1.0)
-    assert known.of(place, 1.0) == pytest.approx(13 * MIB)
+    known.add(RemoteRead(place, 10 * MIB, 2.0), 1.0)
+    assert known.of(place, 1.0) == pytest.approx(MIB / 0.13)
     assert known.of((2, Medium.SSD), 1.0) is None
     assert known.of(place, 1.0 + FORGET_S) is None
     known.add(RemoteRead(place, 40 * MIB, 1.0), 2 + FORGET_S)
     assert known.of(place, 2 + FORGET_S) == 40 * MIB, "nothing is left of what was forgotten"
+
+
+def test_what_came_while_something_else_was_waited_for_does_not_hide_a_slow_link():
+    """One link brings two media, and the restore stands waiting for the first: the second seems a hundred times as fast."""
+    place, known = (2, Medium.MEMORY), Bandwidths()
+    known.add(RemoteRead(place, 2 * MIB, 0.005), 0.0)
+    known.add(RemoteRead(place, 2 * MIB, 0.5), 1.0)
+    assert known.of(place, 1.0) < 4 * 4 * MIB
 
 
 def test_a_speed_makes_sense():
