@@ -1,16 +1,12 @@
 """What reclaim keeps where the room is short: the daemon's rules on real request traces, in numbers only (flatcake_server.traffic.simulate).
 
-Before any session goes, the unused tails of files go, then files that nobody used since that session was, and no session goes for
-headroom. Each row is a trace with a node that has a share of the room its different blocks need (an eighth of it memory): the hit rate
-where sessions go alone; with tails first; with 1 to 2 % of the SSD kept free instead of 5 to 10 (these three without files); of the
-whole rule; and of a cache without end. Then the price, which is files made, and what is gained, which is sessions not dropped, both
-of the second and the fourth.
+Before any session goes, the unused tails of files go, and no session goes for headroom. Each row is a trace with a node that has
+a share of the room its different blocks need (an eighth of it memory): the hit rate where sessions go alone, that of this rule, that
+of a cache without end; then the price, which is files made, and what is gained, which is sessions not dropped.
 
-    --replay   the requests of docs/replay's `half the room`, with the node of that replay; and the best that knows the future
-    --dense    a trace's requests in the order of one busy node (as `flatcake replay --dense`), in blocks of 256 tokens if its own are
-               64: a day of many idle nodes asks little of a cache
+    replay   the requests of docs/replay's `half the room`, with the node of that replay
 
-Run: python bench/reclaim.py TRACE.jsonl.gz ... [--shares 8,4,2] [--dense] [--json]
+Run: python bench/reclaim.py TRACE.jsonl.gz ... [--shares 16,4,2] [--json]
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatcake_client.replay.maximum import oracle_blocks
-from flatcake_client.replay.workload import Shaping, Workload, shape
+from flatcake_client.replay.workload import Shaping, shape
 from flatcake_server.placement import Policy
 from flatcake_server.traffic.simulate import Node, Outcome, Rates, share_counts, simulate
 from flatcake_server.traffic.spans import Traffic, gather
@@ -34,7 +30,6 @@ from flatcake_transport.trace import Request, read_trace
 
 TOKEN_BYTES = 131_072  # Llama-3.1-8B in bfloat16
 HALF_THE_ROOM = Shaping(sessions=24, turns=8, max_tokens=200_000, block_tokens=256, dense_s=8.0)
-DENSE_S = 10_000.0  # so that no tail of a file is given back for its age alone before some hundred requests
 REPLAY_NODE = Node(128 << 20, 1 << 30, Policy(), 1024)
 
 
@@ -46,8 +41,6 @@ class Row:
     room: str
     sessions_only: float
     tails_first: float
-    less_headroom: float
-    now: float
     endless: float
     oracle: float | None
     files_before: int
@@ -62,16 +55,12 @@ def row(name: str, room: str, traffic: Traffic, node: Node, oracle: float | None
     def run(node: Node) -> Outcome:
         return simulate(traffic, shares, node, Rates())
 
-    wide = replace(node, ssd_watermarks=(0.95, 0.90), files_first=False)
-    alone, before = run(replace(wide, tails_first=False)), run(wide)
-    narrow, now = run(replace(node, files_first=False)), run(node)
+    before, now = run(replace(node, tails_first=False)), run(node)
     return Row(
         trace=name,
         room=room,
-        sessions_only=round(100 * alone.hit_share, 2),
-        tails_first=round(100 * before.hit_share, 2),
-        less_headroom=round(100 * narrow.hit_share, 2),
-        now=round(100 * now.hit_share, 2),
+        sessions_only=round(100 * before.hit_share, 2),
+        tails_first=round(100 * now.hit_share, 2),
         endless=round(100 * now.hit_share_max, 2),
         oracle=oracle,
         files_before=before.files,
@@ -81,62 +70,48 @@ def row(name: str, room: str, traffic: Traffic, node: Node, oracle: float | None
     )
 
 
-def as_replayed(workload: Workload) -> Traffic:
+def of_replay(path: Path) -> Row:
     """The requests as `flatcake replay` has them."""
+    workload = shape(read_trace(path), HALF_THE_ROOM)
+    planned, block_tokens = workload.requests, workload.block_tokens
     replies: dict[str, int] = {}  # each request says the reply before it
     requests = []
-    for one in reversed(workload.requests):
+    for one in reversed(planned):
         asked = one.asked
         output = replies.get(asked.session, 0)
         replies[asked.session] = asked.previous_reply_tokens or 0
         requests.append(
-            Request(
-                one.arrival_s, asked.session, asked.turn, asked.input_tokens, output, workload.block_tokens, one.numbers
-            )
+            Request(one.arrival_s, asked.session, asked.turn, asked.input_tokens, output, block_tokens, one.numbers)
         )
-    return gather(reversed(requests))
-
-
-def of_replay(path: Path) -> Row:
-    workload = shape(read_trace(path), HALF_THE_ROOM)
-    room_blocks = (REPLAY_NODE.memory_bytes + REPLAY_NODE.ssd_bytes) // (
-        workload.block_tokens * REPLAY_NODE.bytes_per_token
-    )
-    chains = [one.numbers for one in workload.requests]
-    sessions = [one.asked.session for one in workload.requests]
+    requests.reverse()
+    room_blocks = (REPLAY_NODE.memory_bytes + REPLAY_NODE.ssd_bytes) // (block_tokens * REPLAY_NODE.bytes_per_token)
+    chains, sessions = [one.numbers for one in planned], [one.asked.session for one in planned]
     best = sum(oracle_blocks(chains, sessions, workload.different_blocks, room_blocks))
     oracle = round(100 * best / sum(map(len, chains)), 2)
-    return row("replay", "1/2", as_replayed(workload), REPLAY_NODE, oracle)
+    return row("replay", "1/2", gather(requests), REPLAY_NODE, oracle)
 
 
-def of_trace(path: Path, shares: list[int], dense: bool) -> Iterator[Row]:
-    if dense:
-        own = next(iter(read_trace(path))).block_tokens
-        shaping = Shaping(dense_s=DENSE_S, block_tokens=256 if own == 64 else 0)
-        traffic = as_replayed(shape(read_trace(path), shaping))
-    else:
-        traffic = gather(read_trace(path))
+def of_trace(path: Path, shares: list[int]) -> Iterator[Row]:
+    traffic = gather(read_trace(path))
     needed = traffic.unique_blocks * traffic.block_tokens * TOKEN_BYTES
     for share in shares:
         room = needed // share
         node = Node(room // 8, room - room // 8, Policy(), TOKEN_BYTES)
-        name = path.name.removesuffix(".jsonl.gz")
-        yield row(name + ", dense" * dense, f"1/{share}", traffic, node)
+        yield row(path.name.removesuffix(".jsonl.gz"), f"1/{share}", traffic, node)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="*", type=Path, help="files in the compact trace format")
-    parser.add_argument("--shares", default="8,4,2", help="of the room that all blocks need: one in so many")
+    parser.add_argument("--shares", default="16,4,2", help="of the room that all blocks need: one in so many")
     parser.add_argument(
         "--replay", type=Path, help="claude_code_v8_heavy200k.jsonl.gz: the requests of docs/replay too"
     )
-    parser.add_argument("--dense", action="store_true", help="the traces in the order of one busy node")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     told = parser.parse_args()
     rows = [of_replay(told.replay)] if told.replay else []
     for path in told.traces:
-        rows += of_trace(path, [int(share) for share in told.shares.split(",")], told.dense)
+        rows += of_trace(path, [int(share) for share in told.shares.split(",")])
     if told.json:
         print(json.dumps([asdict(one) for one in rows]))
         return
@@ -146,8 +121,6 @@ def main() -> None:
         "room",
         "sessions only",
         "tails first",
-        "less headroom",
-        "now",
         "no end",
         "oracle",
         "files before",
@@ -158,11 +131,11 @@ def main() -> None:
     for name in names:
         table.add_column(name, justify="left" if name == "trace" else "right", no_wrap=True)
     for one in rows:
-        cells = [one.sessions_only, one.tails_first, one.less_headroom, one.now, one.endless, one.oracle]
+        cells = [one.sessions_only, one.tails_first, one.endless, one.oracle]
         shown = ["" if cell is None else f"{cell:.2f}" for cell in cells]
         counts = map(str, (one.files_before, one.files, one.dropped_before, one.dropped))
         table.add_row(one.trace, one.room, *shown, *counts)
-    Console(width=160).print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

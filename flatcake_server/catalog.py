@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from flatcake_server.index import KEY_BYTES, BlockIndex
 from flatcake_server.placement import Reason
-from flatcake_server.reclaim import FileUses, ReclaimOrder, tails_of
+from flatcake_server.reclaim import ReclaimOrder, tails_of
 from flatcake_server.records import FileId, FileRecord, KeyArray, SegmentRecord, SessionNo, SessionRecord, Suspect
 from flatcake_server.segments import SegmentMap, SegmentRun
 from flatcake_transport.address import MISSING, AddressArray, Medium
@@ -110,7 +110,6 @@ class Catalog:
         self.index = index
         self.segments = SegmentMap()
         self.order = ReclaimOrder()
-        self.file_uses = FileUses()
         self.sessions: dict[SessionNo, Session] = {}
         self.used: set[SessionNo] = set()  # since the journals were told last (uses.py)
         self.segments_in: Counter[int] = Counter()  # by pool
@@ -158,8 +157,6 @@ class Catalog:
         if not older:
             self._namesakes.pop(key, None)
         self.order.remove(session.session_no)
-        for file in session.files:
-            self.file_uses.remove(session.pool, file.file_id)
         self._note(session)
 
     def load(self, sessions: list[Session]) -> None:
@@ -172,8 +169,6 @@ class Catalog:
             committed = sum(file.committed_bytes for file in session.files)
             self.order.add_bytes(session.session_no, session.pool, committed)
             self.count_tail(session)
-            for file in session.files:
-                self.file_uses.use(session.pool, file.file_id, session.session_no, self.order.uses())
             self.segments_in[session.pool] += len(session.segments)
             self.blocks_in[session.pool] += session.blocks
         segments = sorted((s for session in sessions for s in session.segments), key=lambda s: s.generation)
@@ -355,28 +350,23 @@ class Catalog:
         numbers = dict.fromkeys(run.segment.session_no for run in runs)
         return [self.sessions[number] for number in numbers]
 
-    def use(self, runs: Sequence[SegmentRun], now_s: float) -> list[Session]:
-        """A chain was read or written: its sessions are the last to be reclaimed, the deeper before the shallower. Returns them."""
-        chain = self.chain(runs)
+    def use(self, chain: list[Session], now_s: float) -> None:
+        """A chain was read or written: its sessions are the last to be reclaimed, the deeper before the shallower."""
+        numbers = [session.session_no for session in chain]
         for session in chain:
             session.last_used_s = now_s
-        numbers = [session.session_no for session in chain]
         self.used.update(numbers)
         self.order.touch(numbers)
-        files = {run.segment.file_id: run.segment.session_no for run in runs if run.segment.file_id}
-        for file_id, number in reversed(files.items()):
-            self.file_uses.use(self.sessions[number].pool, file_id, number, self.order.uses())
-        return chain
 
     def link(self, chain: list[Session]) -> None:
         """Remember that each session of a chain needs the one before it."""
         for parent, child in itertools.pairwise(chain):
             self.order.depend(child.session_no, parent.session_no)
 
-    def runs_of(self, spec: SpaceSpec, fingerprint: Fingerprint, keys: KeyArray) -> list[SegmentRun]:
-        """The runs of the stored blocks of a chain, holes skipped."""
+    def chain_of(self, spec: SpaceSpec, fingerprint: Fingerprint, keys: KeyArray) -> list[Session]:
+        """The sessions that hold the stored blocks of a chain, holes skipped."""
         addresses = self.present(keys)
-        return self.runs(spec, fingerprint, addresses[addresses != np.uint64(MISSING)])
+        return self.chain(self.runs(spec, fingerprint, addresses[addresses != np.uint64(MISSING)]))
 
     def session_for(self, fingerprint: Fingerprint, parent_key: bytes) -> Session | None:
         """The session whose last block is `parent_key`: new blocks after it continue that session. Never a shared one."""

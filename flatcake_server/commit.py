@@ -67,8 +67,9 @@ class Committer:
         self.duplicate_blocks += sum(part.plan.blocks for part in duplicates)
         results = await asyncio.gather(*(self._store(turn, part) for part in fresh), return_exceptions=True)
         await self._reserver.give_back(duplicates + [part for part in fresh if part.open])
-        runs = self._catalog.runs_of(turn.spec, turn.fingerprint, turn.keys)
-        self._catalog.link(self._catalog.use(runs, self._wall_s()))
+        chain = self._catalog.chain_of(turn.spec, turn.fingerprint, turn.keys)
+        self._catalog.link(chain)
+        self._catalog.use(chain, self._wall_s())
         for result in results:
             if isinstance(result, FlatCakeError):
                 raise Unavailable(f"a part of the turn was not stored: {result}") from result

@@ -161,9 +161,9 @@ class NodeConfig(BaseModel):
         0.90, description="Fraction of memory_bytes at which dropping stops: the distance makes it rare and batched."
     )
     ssd_high_watermark: Fraction = Field(
-        0.99, description="Fraction of a path's quota above which least recently used sessions are dropped."
+        0.95, description="Fraction of a path's quota above which least recently used sessions are dropped."
     )
-    ssd_low_watermark: Fraction = Field(0.98, description="Fraction of a path's quota at which dropping stops.")
+    ssd_low_watermark: Fraction = Field(0.90, description="Fraction of a path's quota at which dropping stops.")
     session_trim_after: Duration = Field(
         600.0,
         gt=0,

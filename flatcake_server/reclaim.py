@@ -1,9 +1,7 @@
 """Which session goes next, and which tail. Pure.
 
 Reclaim drops whole sessions, least recently used first, per pool (the arena, each SSD path). A fork depends on the session
-its prefix lives in, so the parent never goes while a dependent stays: it would leave blocks no lookup can reach. Memory is the
-exception: what sessions have there is waited for by dependents in memory only, or what nobody reads on SSD would keep its shared heads
-in memory, and what is read had to go. Missing heads are stored anew when they are used, and what is behind them is a hit again. Using a
+its prefix lives in, so the parent never goes while a dependent stays: it would leave blocks no lookup can reach. Using a
 fork uses its ancestors, and within one use the deeper count as older, so a chain is dropped from its end.
 
 Before any session goes, what was pre-allocated on the path and is not written does: `tails_of` is the pool of those bytes. Only tails
@@ -19,14 +17,12 @@ sessions', each above 0.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import takewhile
-from typing import Final, NamedTuple
+from typing import Final
 
-MEMORY: Final = 0  # its pool
 # A session in use writes on where it has room: its tail, given back, is a further file at its next turn. Tails of sessions idle for
 # this share of the uses since that of the next to go will hardly be written. With 0, Claude Code makes three to five times as many
 # files and hits no more; from 0.05 to 0.35 hits are the same within 0.3 points (bench/reclaim.py).
@@ -158,9 +154,8 @@ class ReclaimOrder:
             else:
                 break
             known = self._sessions[session]
-            if (
-                self._waits(session, pool, dropped) or session in dropped or busy(session)
-            ):  # two dependents may lead to one parent
+            stays = any(dependent not in dropped for dependent in known.dependents)
+            if stays or session in dropped or busy(session):  # two dependents may lead to one parent
                 continue
             dropped[session] = None
             freed_bytes += held.size_of[session]
@@ -169,15 +164,6 @@ class ReclaimOrder:
                 if stamp < scanned_stamp and parent in held.size_of:
                     heappush(freed_parents, (stamp, parent))
         return list(dropped)
-
-    def may_go(self, session: int, pool: int) -> bool:
-        """Whether no session depends on it that would have to go from the pool before. Raises: ValueError: unknown."""
-        return not self._waits(session, pool, {})
-
-    def _waits(self, session: int, pool: int, dropped: Container[int]) -> bool:
-        held = self._pools.get(pool, _Pool()).size_of
-        waited_for = (one for one in self._known(session).dependents if pool != MEMORY or one in held)
-        return any(one not in dropped for one in waited_for)
 
     def idle_tails(self, pool: int, need_bytes: int, busy: Callable[[int], bool], sessions_max: int) -> list[int]:
         """Sessions whose tails go before any session of the pool does, least recently used first.
@@ -226,10 +212,6 @@ class ReclaimOrder:
     def dependents(self, session: int) -> int:
         """How many sessions `session` may not go before. Raises: ValueError: unknown."""
         return len(self._known(session).dependents)
-
-    def outlives(self, stamp: int, session: int) -> bool:
-        """Whether all sessions that depend on this one were used after `stamp`. Raises: ValueError: unknown."""
-        return all(self._sessions[dependent].stamp > stamp for dependent in self._known(session).dependents)
 
     def stamp(self, session: int) -> int:
         """Of its last use: of two sessions, the greater is used later. Raises: ValueError: unknown."""
@@ -294,42 +276,6 @@ class ReclaimOrder:
                 found.add(parent)
                 ahead.append(parent)
         return found
-
-
-class FileUse(NamedTuple):
-    file: int
-    session: int
-    stamp: int
-
-
-class FileUses:
-    """When session files were used, by pool.
-
-    A conversation that goes on from an earlier point (a compaction, a restart) leaves what is behind it, and uses its session all
-    the same. A file that nobody used since the session was which would go next is such a one: it goes before that session.
-    Its stamp is `ReclaimOrder.uses()` right after its use: no smaller than those of the sessions that were used with it.
-    """
-
-    def __init__(self) -> None:
-        self._uses: defaultdict[int, OrderedDict[int, FileUse]] = defaultdict(OrderedDict)
-
-    def use(self, pool: int, file: int, session: int, stamp: int) -> None:
-        """The deepest file of a chain first, so that it goes first."""
-        uses = self._uses[pool]
-        uses[file] = FileUse(file, session, stamp)
-        uses.move_to_end(file)
-
-    def remove(self, pool: int, file: int) -> None:
-        """Unknown ones are fine: what was never committed was never used."""
-        self._uses[pool].pop(file, None)
-
-    def idle(self, pool: int, before: int) -> Iterator[FileUse]:
-        """Files used last before a stamp, least recently used first. To be left before anything changes."""
-        return takewhile(lambda use: use.stamp < before, self._uses[pool].values())
-
-    def files(self) -> set[tuple[int, int]]:
-        """All that are known, as (pool, file)."""
-        return {(pool, file) for pool, uses in self._uses.items() for file in uses}
 
 
 def reclaim_need(used: int, reserved_request: int, quota: int, high: float, low: float) -> int:

@@ -219,7 +219,7 @@ class Reserver:
         session.files.append(file)
         self._catalog.count_tail(session)
         if last is not None and not last.sealed:
-            await self._retirement.files.trim(disk, (session, last))
+            await self._retirement.trim(disk, (session, last))
         return file
 
     def _roomiest_disk(self) -> Disk:

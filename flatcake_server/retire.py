@@ -1,4 +1,4 @@
-"""How space comes back: reclaim, drop, quarantine, and the end of a path. Carries out what the pure parts decide.
+"""How space comes back: reclaim, drop, trim, quarantine, and the end of a path. Carries out what the pure parts decide.
 
 The order is always: make invisible, write it in the journal, take the bytes from the disk, then count them free. A crash
 in between leaves files the journal does not know; the next start deletes them. Bytes a reader has leased are not
@@ -8,6 +8,7 @@ reused: memory of a session that had to go at once waits in `limbo` for the last
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,14 +17,13 @@ from typing import Final
 from flatcake_server.catalog import MEMORY_POOL, Catalog, Session, SessionFile
 from flatcake_server.disk import SLOW_S, Disk
 from flatcake_server.extents import ExtentAllocator
-from flatcake_server.file_ends import FileEnds
 from flatcake_server.lease import LeaseTable
 from flatcake_server.pace import Pace
-from flatcake_server.reclaim import TRIMS_AT_ONCE, TRIMS_MAX, reclaim_need
+from flatcake_server.reclaim import TRIMS_AT_ONCE, TRIMS_MAX, reclaim_need, tails_of
 from flatcake_server.records import SegmentRecord, SessionNo
 from flatcake_server.tasks import Background
 from flatcake_transport.address import Medium
-from flatcake_transport.errors import FlatCakeError, Overloaded
+from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +47,18 @@ class Retirement:
         self._catalog = catalog
         self._memory = memory
         self._memory_quota = memory.used_bytes + memory.free_bytes
+        self._ssd_range = ssd_range
         self._leases = leases
         self._disks = disks
         self._watermarks = watermarks
         self._memory_room = asyncio.Lock()
+        self._trimming: set[int] = set()
         self._memory_futile = False  # nothing could go: not looked for again before the next tick
         self.unloading: set[asyncio.Task[None]] = (
             set()
         )  # paths that failed: no longer found, and on their way out of the tables
         self._limbo: list[tuple[SessionNo, int, int]] = []
         self.counts: Counter[str] = Counter()
-        self.files = FileEnds(catalog, ssd_range, disks, self.busy, self.fail_disk, self.counts)
         self.background = Background()
         self.reclaimed: Counter[int] = Counter()
 
@@ -76,9 +77,7 @@ class Retirement:
     # -- making room -----------------------------------------------------------------------------------------------
 
     async def make_room(self, disk: Disk, size_bytes: int, *, drop: bool = True) -> None:
-        """Have `size_bytes` free on a path: unused tails go first, then sessions, but before one goes what others have left.
-
-        Each least recently used first.
+        """Have `size_bytes` free on a path: unused tails go first, then whole sessions, each least recently used first.
 
         Args:
             drop: without it no session goes, and what is free above the high watermark stays free.
@@ -88,21 +87,17 @@ class Retirement:
         order, trims = self._catalog.order, TRIMS_MAX
         async with disk.room:
             while need := reclaim_need(disk.used_bytes, size_bytes, disk.quota_bytes, high, low):
-                tails = order.idle_tails(disk.pool, need, self.files.in_hand, min(trims, TRIMS_AT_ONCE))
+                tails = order.idle_tails(disk.pool, need, self._unfit_for_trim, min(trims, TRIMS_AT_ONCE))
                 if tails:
                     trims -= len(tails)
-                    await self.files.trim_tails(disk, [self._catalog.sessions[SessionNo(number)] for number in tails])
+                    await self._trim_tails(disk, [self._catalog.sessions[SessionNo(number)] for number in tails])
                     continue
                 victims = order.victims(disk.pool, need, self.busy) if drop else []
                 freed = sum(self._catalog.sessions[SessionNo(victim)].file_bytes for victim in victims)
                 if not victims or disk.free_bytes + freed < size_bytes:
                     break  # dropping what may go would not make it fit: then nothing is dropped
                 before = disk.used_bytes
-                if left := self.files.left(disk.pool, order.stamp(victims[0]), need):
-                    for session in await self.files.drop(disk, left):
-                        await self.settle(session)
-                else:
-                    await self._drop_all(disk.pool, victims)
+                await self._drop_all(disk.pool, victims)
                 if disk.used_bytes >= before:
                     break
             if disk.free_bytes < size_bytes or (need and not drop):
@@ -110,6 +105,9 @@ class Retirement:
                     f"{disk.path} has {disk.free_bytes} bytes free of its quota of {disk.quota_bytes}; {size_bytes} are "
                     "needed, and the rest is being read or written"
                 )
+
+    def _unfit_for_trim(self, session_no: int) -> bool:
+        return self.busy(session_no) or self._catalog.sessions[SessionNo(session_no)].lock.locked()
 
     async def make_session_room(self, sessions_max: int) -> None:
         """Have room for one more session in the tables: drop some of the pool that has most and can spare some."""
@@ -119,7 +117,7 @@ class Retirement:
                 return
             some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
             for victim in order.victims(pool, max(1, some), self._stays):
-                if self._still_goes(victim, pool):
+                if self._still_goes(victim):
                     await self.drop(self._catalog.sessions[SessionNo(victim)])
                     self.reclaimed[pool] += 1
 
@@ -185,7 +183,7 @@ class Retirement:
 
     async def _drop_all(self, pool: int, victims: Iterable[int]) -> None:
         for session_no in victims:
-            if not self._still_goes(session_no, pool):
+            if not self._still_goes(session_no):
                 continue
             session = self._catalog.sessions[SessionNo(session_no)]
             if pool == MEMORY_POOL and session.files:
@@ -198,9 +196,9 @@ class Retirement:
                 await self.drop(session)
             self.reclaimed[pool] += 1
 
-    def _still_goes(self, victim: int, pool: int) -> bool:
+    def _still_goes(self, victim: int) -> bool:
         """Others were dropped since it was chosen: it may be gone itself, in use, or have been forked."""
-        return not self.busy(victim) and self._catalog.order.may_go(victim, pool)
+        return not self.busy(victim) and not self._catalog.order.dependents(victim)
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
@@ -213,7 +211,7 @@ class Retirement:
             return
         disk.files_count -= len(files)
         for file in files:
-            self.files.to_releasing(disk, file.base, file.size_bytes)
+            self._to_releasing(disk, file.base, file.size_bytes)
         async with session.lock:
             try:
                 ssd = [segment.generation for segment in segments if segment.address.medium is Medium.SSD]
@@ -221,7 +219,7 @@ class Retirement:
             except FlatCakeError as error:
                 self.fail_disk(disk, f"its journal cannot be written: {error}")
                 return
-            await self.files.delete(disk, files)
+            await self._delete(disk, files)
 
     def _vanish(self, session: Session) -> None:
         self._hide(list(session.segments))
@@ -240,12 +238,95 @@ class Retirement:
         else:
             self._memory.free(segment.address.offset, segment.total_bytes)
 
+    def _to_releasing(self, disk: Disk, base: int, size_bytes: int) -> None:
+        disk.files_bytes -= size_bytes
+        disk.releasing[base] = size_bytes
+
+    def _to_free(self, disk: Disk, base: int) -> None:
+        self._ssd_range.free(base, disk.releasing.pop(base))
+
+    async def _delete(self, disk: Disk, files: list[SessionFile]) -> None:
+        """Take files from the disk that nothing shows any more; what cannot be deleted is condemned."""
+        for file in files:
+            try:
+                await disk.run(disk.files.delete, file.file_id)
+            except FlatCakeError as error:
+                if disk.failure:
+                    return
+                log.warning(
+                    "session file %x on %s cannot be deleted, kept as lost space: %s", file.file_id, disk.path, error
+                )
+                self.counts["undeletable"] += 1
+                disk.condemned.append(file)
+                continue
+            self._to_free(disk, file.base)
+
     async def settle(self, session: Session) -> None:
         """Drop a session that nothing was stored in and nobody writes to."""
         if not session.gone and not session.segments and session.holds == 0:
             await self.drop(session)
 
     # -- files -----------------------------------------------------------------------------------------------------
+
+    async def trim(self, disk: Disk, *tails: tuple[Session, SessionFile]) -> None:
+        """Give back the unused tails of files, with one write of the journal. The caller holds the sessions' locks."""
+        cuts: list[tuple[Session, SessionFile, int]] = []
+        empty: list[SessionFile] = []
+        for session, file in tails:
+            keep_bytes, size_bytes = file.keep_bytes, file.size_bytes
+            if disk.failure or session.gone or keep_bytes >= size_bytes:
+                continue
+            if keep_bytes:
+                file.size_bytes = keep_bytes
+                cuts.append((session, file, size_bytes - keep_bytes))
+            else:
+                session.files.remove(file)
+                disk.files_count -= 1
+                empty.append(file)
+            self._to_releasing(disk, file.base + keep_bytes, size_bytes - keep_bytes)
+            self._catalog.count_tail(session)
+        await self._delete(disk, empty)
+        if not cuts:
+            return
+        records = [file.record(session.session_no) for session, file, _ in cuts if file.written_bytes]
+        try:
+            failures = await disk.run(disk.cut_files, records, {file.file_id: file.size_bytes for _, file, _ in cuts})
+        except FlatCakeError as error:
+            failures = {file.file_id: Unavailable(str(error)) for _, file, _ in cuts}
+            self.fail_disk(disk, f"its journal cannot be written: {error}")
+        for session, file, tail_bytes in cuts:
+            if file.file_id in failures:
+                self._untrimmed(disk, session, file, tail_bytes, failures[file.file_id])
+            else:
+                self._to_free(disk, file.base + file.size_bytes)
+                self.counts["trimmed"] += 1
+
+    def _untrimmed(self, disk: Disk, session: Session, file: SessionFile, tail_bytes: int, error: Unavailable) -> None:
+        """A file is as long as it was, and stays so: the next start cuts it to what is committed."""
+        if session.gone and file.base not in disk.releasing:  # lost with its path
+            return
+        log.warning("session file %x on %s cannot be trimmed: %s", file.file_id, disk.path, error)
+        self.counts["untrimmed"] += 1
+        file.uncut = True
+        file.size_bytes += disk.releasing.pop(file.base + file.size_bytes)
+        if file.base in disk.releasing:  # dropped meanwhile: who waits for the lock to delete it frees all of it
+            disk.releasing[file.base] += tail_bytes
+        else:
+            disk.files_bytes += tail_bytes
+        self._catalog.count_tail(session)
+
+    async def _trim_tails(self, disk: Disk, sessions: list[Session]) -> None:
+        """Trim the last file of each that is in nobody's hands.
+
+        Several locks at once, so: in order of their numbers, and none that a writer has, who may wait for this very room.
+        """
+        tails = []
+        async with contextlib.AsyncExitStack() as locks:
+            for session in sorted(sessions, key=lambda session: session.session_no):
+                if session.holds == 0 and not session.lock.locked():
+                    await locks.enter_async_context(session.lock)
+                    tails += [(session, file) for file in session.files[-1:]]
+            await self.trim(disk, *tails)
 
     async def seal(self, session: Session, file: SessionFile) -> None:
         """A write into the file failed: it is read from now on, never written again. The caller holds the session's lock.
@@ -336,7 +417,30 @@ class Retirement:
         for disk in self._disks.values():
             if disk.condemned and not disk.failure:
                 again, disk.condemned = disk.condemned, []
-                await self.files.delete(disk, again)
+                await self._delete(disk, again)
+
+    async def trim_idle(self, idle_since_s: float) -> None:
+        """Trim the files of sessions not used since a moment. One such walk of a path at a time: it may hang in it."""
+        await asyncio.gather(
+            *(self._trim_all(disk, idle_since_s) for disk in self._disks.values() if disk.pool not in self._trimming)
+        )
+
+    async def _trim_all(self, disk: Disk, idle_since_s: float) -> None:
+        self._trimming.add(disk.pool)
+        try:
+            await self._trim_idle(disk, idle_since_s)
+        finally:
+            self._trimming.discard(disk.pool)
+
+    async def _trim_idle(self, disk: Disk, idle_since_s: float) -> None:
+        idle = []
+        for session_no in self._catalog.order.by_use(tails_of(disk.pool)):
+            session = self._catalog.sessions[SessionNo(session_no)]
+            if session.last_used_s > idle_since_s:
+                break
+            idle.append(session)
+        for at in range(0, len(idle), TRIMS_AT_ONCE):
+            await self._trim_tails(disk, idle[at : at + TRIMS_AT_ONCE])
 
     async def drain(self) -> None:
         """Wait for what was spawned. The end of a process needs no tables emptied."""

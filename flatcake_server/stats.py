@@ -47,7 +47,6 @@ class Counters:
     sessions_reclaimed_total: dict[str, int] = field(default_factory=dict)  # by pool name
     sessions_dropped_total: int = 0  # by an operator's word
     files_trimmed_total: int = 0
-    files_left_total: int = 0  # dropped alone
     files_sealed_total: int = 0
     files_unopened_total: int = 0  # left out of what readers were handed
     corrupt_segments_total: int = 0

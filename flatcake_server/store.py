@@ -150,7 +150,8 @@ class Store:
         counts["lookup_blocks"] += len(keys)
         if not runs:
             return Found([])
-        chain = self.catalog.use(runs, self._wall_s())
+        chain = self.catalog.chain(runs)
+        self.catalog.use(chain, self._wall_s())
         on_files: dict[FileId, SessionNo] = {}
         blocks = file_blocks = 0
         for segment, _, count in runs:  # hundreds in a long session: nothing is asked here that can be asked once
@@ -226,7 +227,7 @@ class Store:
             return await self._join(turn, request, client_id)
         missing = self.catalog.present(request.keys) == np.uint64(MISSING)
         if not missing.any():
-            self.catalog.use(self.catalog.runs_of(spec, fingerprint, request.keys), self._wall_s())
+            self.catalog.use(self.catalog.chain_of(spec, fingerprint, request.keys), self._wall_s())
             return None
         return await self._begin(client_id, spec, fingerprint, request, missing, join_key)
 
@@ -257,7 +258,7 @@ class Store:
         join_key: tuple[Fingerprint, str, bytes],
     ) -> Turn:
         blocks = int(np.count_nonzero(missing))
-        holds = self.catalog.chain(self.catalog.runs_of(spec, fingerprint, request.keys))
+        holds = self.catalog.chain_of(spec, fingerprint, request.keys)
         for held in holds:
             held.holds += 1  # what the turn continues is not what makes room for it
         try:
@@ -440,7 +441,7 @@ class Store:
         await self.retirement.tick()
         if now_s >= self._next_trim_s:
             self._next_trim_s = now_s + min(trim_after_s / TRIMS_A_PERIOD, TRIM_PAUSE_S_MAX)
-            await self.retirement.files.trim_idle(self._wall_s() - trim_after_s)
+            await self.retirement.trim_idle(self._wall_s() - trim_after_s)
         if now_s >= self._next_tell_s:
             self._next_tell_s = now_s + TELL_S
             await tell_uses(self.catalog, self.disks)

@@ -139,7 +139,6 @@ class Reports:
             sessions_reclaimed_total={names[pool]: n for pool, n in retired.reclaimed.items()},
             sessions_dropped_total=counts["sessions_dropped"],
             files_trimmed_total=retired.counts["trimmed"],
-            files_left_total=retired.counts["left"],
             files_sealed_total=retired.counts["sealed"],
             files_unopened_total=counts["files_unopened"],
             corrupt_segments_total=counts["corrupt_segments"],

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_server.placement import Hints, Policy, Reason, place
-from flatcake_server.reclaim import TRIMS_AT_ONCE, TRIMS_MAX, FileUses, ReclaimOrder, reclaim_need, tails_of
+from flatcake_server.reclaim import TRIMS_AT_ONCE, TRIMS_MAX, ReclaimOrder, reclaim_need, tails_of
 from flatcake_server.sizing import SizingPolicy, file_bytes
 from flatcake_server.traffic.spans import Ints, Spans, Traffic
 from flatcake_transport.address import Medium
@@ -43,21 +43,16 @@ _LAYERS: Final = 32  # any number: the padding of planes is small
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is tried. Watermarks are those of the daemon.
-
-    Without `tails_first` sessions go where only unused tails need to, without `files_first` where files would do that nobody uses.
-    """
+    """What is tried. Watermarks as the daemon's. Without `tails_first` sessions go where only unused tails need to."""
 
     memory_bytes: int
     ssd_bytes: int
     policy: Policy
     bytes_per_token: int
     sizing: SizingPolicy = field(default_factory=SizingPolicy)
-    memory_watermarks: tuple[float, float] = (0.95, 0.90)
-    ssd_watermarks: tuple[float, float] = (0.99, 0.98)
+    watermarks: tuple[float, float] = (0.95, 0.90)
     session_trim_after_s: float = 600.0
     tails_first: bool = True
-    files_first: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +78,8 @@ class Outcome:
     placed_bytes: dict[str, int]  # by reason
     refused_blocks: int
     reclaimed: dict[str, int]  # sessions, by the pool that was full
-    files: (
-        int  # made on SSD, which of them gave their tails back while they were a session's last, and which went alone
-    )
+    files: int  # made on SSD, and which of them gave their tails back while they were a session's last
     files_trimmed: int
-    files_dropped: int
 
     @property
     def cost_s(self) -> float:
@@ -95,33 +87,19 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class _File:
-    session: int
-    created_bytes: int
-    size_bytes: int  # now; of all but a session's last it is what is written
-    tail: int = 0
-    spans: list[Spans] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
 class _Session:
     key: object
     memory_bytes: int = 0
-    files: dict[int, _File] = field(default_factory=dict)
+    sealed_bytes: int = 0  # in files before the last; nothing of them is free
+    created_bytes: int = 0  # of the last file, as it was made
+    last_bytes: int = 0  # of the last file now
+    tail: int = 0  # written in the last file
     used_s: float = 0.0
     spans: list[Spans] = field(default_factory=list)
 
     @property
     def ssd_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files.values())
-
-    @property
-    def last(self) -> _File | None:
-        return next(reversed(self.files.values()), None)
-
-    @property
-    def tail_bytes(self) -> int:
-        return self.last.size_bytes - self.last.tail if self.last else 0
+        return self.sealed_bytes + self.last_bytes
 
 
 def share_counts(traffic: Traffic) -> Ints:
@@ -166,7 +144,6 @@ def simulate(
         reclaimed={"memory": run.reclaimed[MEMORY_POOL], "ssd": run.reclaimed[SSD_POOL]},
         files=run.files,
         files_trimmed=run.files_trimmed,
-        files_dropped=run.files_dropped,
     )
 
 
@@ -178,12 +155,9 @@ class _Run:
         self.peak = [0, 0]
         self.placed_bytes: Counter[str] = Counter()
         self.reclaimed: Counter[int] = Counter()
-        self.refused_blocks = self.files = self.files_trimmed = self.files_dropped = 0
+        self.refused_blocks = self.files = self.files_trimmed = 0
         self._traffic, self._shares, self._node = traffic, shares, node
         self._holder = np.zeros(len(traffic.span_blocks), np.int64)  # number of the session that holds the span
-        self._file_of = np.zeros(len(traffic.span_blocks), np.int64)  # of what is on SSD
-        self._files: dict[int, _File] = {}
-        self._uses = FileUses()
         self._replies = np.full(len(traffic.sessions), -1, np.int64)
         self._order = ReclaimOrder()
         self._sessions: dict[int, _Session] = {}
@@ -244,9 +218,6 @@ class _Run:
         holders = self._holder[spans[self.home[spans] != _AWAY]]
         chain = list(dict.fromkeys(holders.tolist()))
         self._order.touch(chain)
-        files = dict.fromkeys(self._file_of[spans[self.home[spans] == _ON_SSD]].tolist())
-        for file in reversed(files):
-            self._uses.use(SSD_POOL, file, self._files[file].session, self._order.uses())
         for number in chain:
             self._sessions[number].used_s = self._now_s
             heapq.heappush(self._trims, (self._now_s + self._node.session_trim_after_s, number))
@@ -254,25 +225,9 @@ class _Run:
     def _drop(self, number: int) -> None:
         session = self._sessions.pop(number)
         del self._numbers[session.key]
-        for file in session.files:
-            self._uses.remove(SSD_POOL, file)
-            del self._files[file]
         for spans in session.spans:
             self.home[spans] = _AWAY
         self._order.remove(number)
-
-    def _drop_file(self, file: int) -> None:
-        gone = self._files.pop(file)
-        session = self._sessions[gone.session]
-        del session.files[file]
-        self._uses.remove(SSD_POOL, file)
-        for spans in gone.spans:
-            self.home[spans] = _AWAY
-        session.spans = [spans[self.home[spans] != _AWAY] for spans in session.spans]
-        self.files_dropped += 1
-        self._count_files(gone.session)
-        if not session.ssd_bytes and not session.memory_bytes:
-            self._drop(gone.session)
 
     def _drop_memory(self, number: int) -> None:
         """What a session has in memory; what it has on SSD stays, as in the daemon."""
@@ -295,15 +250,14 @@ class _Run:
 
     def _trim(self, number: int) -> None:
         session = self._sessions[number]
-        if session.last is not None:
-            self.files_trimmed += session.last.size_bytes > session.last.tail
-            session.last.size_bytes = session.last.tail
-            self._count_files(number)
+        self.files_trimmed += session.last_bytes > session.tail
+        session.last_bytes = session.tail
+        self._count_files(number)
 
     def _count_files(self, number: int) -> None:
         session = self._sessions[number]
         self._order.set_bytes(number, SSD_POOL, session.ssd_bytes)
-        self._order.set_bytes(number, tails_of(SSD_POOL), session.tail_bytes)
+        self._order.set_bytes(number, tails_of(SSD_POOL), session.last_bytes - session.tail)
 
     # -- space ---------------------------------------------------------------------------------------------------------
 
@@ -325,9 +279,6 @@ class _Run:
         self.home[part] = _IN_MEMORY if medium is Medium.MEMORY else _ON_SSD
         self._holder[part] = number
         session.spans.append(part)
-        if medium is Medium.SSD and session.last is not None:
-            session.last.spans.append(part)
-            self._file_of[part] = next(reversed(session.files))
         self.placed_bytes[str(reason)] += need_bytes
         for pool in (MEMORY_POOL, SSD_POOL):
             self.peak[pool] = max(self.peak[pool], self._order.bytes_of(pool))
@@ -335,63 +286,49 @@ class _Run:
     def _append(self, number: int, need_bytes: int, busy: set[int]) -> bool:
         """A segment at the tail of the session's file, or of a further one. False: there is no room for it."""
         session = self._sessions[number]
-        last = session.last
-        if last is None or last.tail + need_bytes > last.size_bytes:
-            written = sum(file.tail for file in session.files.values())
-            size_bytes = file_bytes(need_bytes, written, last.created_bytes if last else 0, self._node.sizing)
+        if session.tail + need_bytes > session.last_bytes:
+            written = session.sealed_bytes + session.tail
+            size_bytes = file_bytes(need_bytes, written, session.created_bytes, self._node.sizing)
             if not self._make_room(size_bytes, busy, drop=size_bytes == need_bytes or not self._node.tails_first):
                 size_bytes = need_bytes
                 if not self._make_room(size_bytes, busy):
                     return False
-            if last is not None:
-                last.size_bytes = last.tail
             self.files += 1
-            last = session.files[self.files] = self._files[self.files] = _File(number, size_bytes, size_bytes)
-        last.tail += need_bytes
+            session.sealed_bytes += session.tail
+            session.created_bytes = session.last_bytes = size_bytes
+            session.tail = 0
+        session.tail += need_bytes
         self._count_files(number)
         return True
 
     def _make_room(self, size_bytes: int, busy: set[int], *, drop: bool = True) -> bool:
         """Have room, first by unused tails, then by whole sessions; by these never for headroom."""
         quota, order, trims = self._node.ssd_bytes, self._order, TRIMS_MAX if self._node.tails_first else 0
-        while need := reclaim_need(order.bytes_of(SSD_POOL), size_bytes, quota, *self._node.ssd_watermarks):
+        while need := reclaim_need(order.bytes_of(SSD_POOL), size_bytes, quota, *self._node.watermarks):
             tails = order.idle_tails(SSD_POOL, need, busy.__contains__, min(trims, TRIMS_AT_ONCE))
-            if tails:
-                trims -= len(tails)
-                for number in tails:
-                    self._trim(number)
-                continue
-            victims = order.victims(SSD_POOL, need, busy.__contains__) if drop else []
-            freed = sum(self._sessions[number].ssd_bytes for number in victims)
-            if not victims or order.bytes_of(SSD_POOL) - freed + size_bytes > quota:
-                break  # dropping what may go would not make it fit: then nothing is dropped
-            if not self._drop_left(order.stamp(victims[0]), need, busy):
-                for number in victims:
-                    self._drop(number)
-                    self.reclaimed[SSD_POOL] += 1
-        return order.bytes_of(SSD_POOL) + size_bytes <= quota and (drop or not need)
-
-    def _drop_left(self, before: int, need_bytes: int, busy: set[int]) -> bool:
-        """Drop files that nobody used since then. Whether there were any."""
-        found = []
-        for used in self._uses.idle(SSD_POOL, before) if self._node.files_first else ():
-            if need_bytes <= 0:
+            if not tails:
                 break
-            if used.session not in busy and self._order.outlives(used.stamp, used.session):
-                found.append(used.file)
-                need_bytes -= self._files[used.file].size_bytes
-        for file in found:
-            self._drop_file(file)
-        return bool(found)
+            trims -= len(tails)
+            for number in tails:
+                self._trim(number)
+        if need and not drop:
+            return False
+        used = order.bytes_of(SSD_POOL)
+        victims = self._order.victims(SSD_POOL, need, busy.__contains__) if need else []
+        freed = sum(self._sessions[number].ssd_bytes for number in victims)
+        if used - freed + size_bytes > quota:
+            return False  # dropping what may go would not make it fit: then nothing is dropped
+        for number in victims:
+            self._drop(number)
+            self.reclaimed[SSD_POOL] += 1
+        return True
 
     def _above_watermark(self, size_bytes: int) -> bool:
-        return (
-            self._order.bytes_of(MEMORY_POOL) + size_bytes > self._node.memory_watermarks[0] * self._node.memory_bytes
-        )
+        return self._order.bytes_of(MEMORY_POOL) + size_bytes > self._node.watermarks[0] * self._node.memory_bytes
 
     def _reclaim_memory(self, size_bytes: int, busy: set[int]) -> None:
         used, quota = self._order.bytes_of(MEMORY_POOL), self._node.memory_bytes
-        if need := reclaim_need(used, min(size_bytes, quota), quota, *self._node.memory_watermarks):
+        if need := reclaim_need(used, min(size_bytes, quota), quota, *self._node.watermarks):
             for number in self._order.victims(MEMORY_POOL, need, busy.__contains__):
                 self._drop_memory(number)
                 self.reclaimed[MEMORY_POOL] += 1

@@ -35,11 +35,7 @@ class Reclaim(RuleBasedStateMachine):
                 if self.bytes.get((session, pool), 0) > 0
                 and session not in busy
                 and session not in dropped
-                and all(
-                    child in dropped or (pool == 0 and not self.bytes.get((child, 0)))
-                    for child, parent in self.edges
-                    if parent == session
-                )
+                and all(child in dropped for child, parent in self.edges if parent == session)
             ]
             if not may_go:
                 break

@@ -90,7 +90,6 @@ class StoreMachine(RuleBasedStateMachine):
         store, retired = self.core.store, self.core.node.retirement
         return Counter(
             reclaimed=sum(retired.reclaimed.values()),
-            left=retired.counts["left"],
             corrupt=store.counts["corrupt_segments"],
             failed=retired.counts["disk_failures"],
             dropped=store.counts["sessions_dropped"],

@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path):
         ({"memory_bytes": "1"}, "memory_bytes: is at least 1MiB (given: 1)"),
         ({"lease_ttl": "soon"}, "lease_ttl: 'soon' is no duration"),
         ({"memory_low_watermark": "0.96"}, "set the low one below the high one"),
-        ({"ssd_low_watermark": "0.99"}, "set the low one below the high one"),
+        ({"ssd_low_watermark": "0.95"}, "set the low one below the high one"),
         ({"ssd_high_watermark": "1.5"}, "ssd_high_watermark: is at most 1"),
         ({"lease_ttl": "2h"}, "lease_ttl: is at most 1h"),
         ({"index_blocks_max": str(1 << 40)}, "index_blocks_max: is at most 68719476736"),

@@ -228,7 +228,7 @@ def test_tails_are_taken_from_all_sides_at_once(core, pace):
         retirement.drop(sessions[3]),
         core.begin(ONE, [2] * 9, session="s2"),
         core.begin(ONE, [9] * 12, session="large"),
-        retirement.files.trim_idle(core.now_s + 1),
+        retirement.trim_idle(core.now_s + 1),
         core.begin(ONE, [4] * 9, session="s4"),
         core.begin(ONE, [8] * 12, session="large too"),
     )
@@ -245,7 +245,7 @@ def test_who_trims_by_the_clock_waits_for_no_writer(core, monkeypatch):
         core.put(ONE, [number] * 8, session=f"s{number}")
 
     async def both():
-        large, idle = core.begin(ONE, [3] * 36, session="s3"), core.node.retirement.files.trim_idle(core.now_s + 1)
+        large, idle = core.begin(ONE, [3] * 36, session="s3"), core.node.retirement.trim_idle(core.now_s + 1)
         async with asyncio.timeout(30):
             return (await asyncio.gather(large, idle))[0]
 

@@ -178,7 +178,7 @@ def test_it_holds_beside_everything(core, monkeypatch, seed):
                 await core.commit(await core.begin(ONE, [*path, 5], session=f"t{number}", turn=9))
                 if number % 2:
                     await core.node.retirement.drop(core.store.catalog.find(ONE.fingerprint, f"t{number}"))
-                await core.node.retirement.files.trim_idle(core.now_s + 1)
+                await core.node.retirement.trim_idle(core.now_s + 1)
         finally:
             under_way -= 1
 

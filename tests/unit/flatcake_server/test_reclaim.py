@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatcake_server.reclaim import FileUses, ReclaimOrder, reclaim_need
+from flatcake_server.reclaim import ReclaimOrder, reclaim_need
 
 
 def order_of(*sessions: int, pool: int = 1, size: int = 10) -> ReclaimOrder:
@@ -131,40 +131,3 @@ def test_watermarks_out_of_order_are_refused(high: float, low: float) -> None:
 def test_negative_sizes_are_refused() -> None:
     with pytest.raises(ValueError):
         reclaim_need(-1, 0, 0, 1, 1)
-
-
-def test_files_go_by_their_last_use_and_only_those_before_a_stamp():
-    uses = FileUses()
-    for file, stamp in ((10, 1), (11, 1), (12, 2), (13, 3), (10, 4)):
-        uses.use(1, file, session=file % 2, stamp=stamp)
-    uses.use(2, 20, session=5, stamp=1)
-    uses.remove(1, 12)
-    uses.remove(1, 99)
-    assert [use.file for use in uses.idle(1, 3)] == [11]
-    assert [tuple(use) for use in uses.idle(1, 5)] == [(11, 1, 1), (13, 1, 3), (10, 0, 4)]
-    assert uses.files() == {(1, 10), (1, 11), (1, 13), (2, 20)}
-
-
-def test_a_session_outlives_a_use_when_all_that_depend_on_it_were_used_later():
-    order = order_of(1, 2, 3)
-    assert order.outlives(3, 1)
-    order.depend(2, 1)
-    order.depend(3, 1)
-    assert order.outlives(1, 1)
-    assert not order.outlives(2, 1)
-    order.touch([2])
-    assert order.outlives(2, 1)
-
-
-def test_what_is_in_memory_does_not_wait_for_dependents_elsewhere():
-    order = order_of(1, 2, 3, pool=0)
-    order.set_bytes(2, 0, 0)
-    order.set_bytes(2, 1, 5)
-    order.depend(2, 1)
-    assert order.may_go(1, 0)
-    assert not order.may_go(1, 1)
-    assert order.victims(0, 10, nobody) == [1]
-    order.depend(3, 1)
-    assert not order.may_go(1, 0)
-    assert order.victims(0, 10, nobody) == [3]
-    assert order.victims(0, 20, nobody) == [3, 1]

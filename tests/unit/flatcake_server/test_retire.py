@@ -186,7 +186,7 @@ def test_a_session_in_use_keeps_its_tail(core):
 def test_no_session_goes_for_headroom(core):
     for number in range(3):
         core.put(ONE, [number] * 12, session=f"s{number}")
-    core.do(core.node.retirement.files.trim_idle(core.now_s + 1))
+    core.do(core.node.retirement.trim_idle(core.now_s + 1))
     core.put(ONE, [9] * 18, session="new")  # 19 pages beside 39 pass the watermark with their headroom only
     assert tails(core) == {"s0": 0, "s1": 0, "s2": 0, "new": 0}
     assert core.node.retirement.reclaimed[1] == 0
@@ -205,7 +205,7 @@ def test_tails_of_many_are_one_write_of_the_journal(core):
         real(puts, deletes, **options)
 
     records.write = write
-    core.do(core.node.retirement.files.trim_idle(core.now_s + 1))
+    core.do(core.node.retirement.trim_idle(core.now_s + 1))
     assert writes == [6]
     assert set(tails(core).values()) == {0}
 
@@ -343,10 +343,9 @@ def test_memory_is_made_free_beside_a_path_that_hangs(core):
 
 
 def test_memory_that_cannot_go_is_not_looked_through_again_and_again(core, monkeypatch):
-    """Prompts that are being read fill the arena: one search a second, not one a turn."""
+    """Prompts that SSD sessions depend on fill the arena: one search a second, not one a turn."""
     for number in range(1, 4):
         core.put(ONE, [number, number, number, 0], session=f"s{number}", share_counts=[2, 2, 2, 1])
-        core.hit(ONE, [number, number, number], pin=True)
     searches = []
     order = core.node.catalog.order
     real = type(order).victims
@@ -358,22 +357,7 @@ def test_memory_that_cannot_go_is_not_looked_through_again_and_again(core, monke
     monkeypatch.setattr(type(order), "victims", victims)
     for number in range(4, 10):
         core.put(ONE, [number, number, 0], session=f"s{number}", share_counts=[2, 2, 1])
-        core.hit(ONE, [number, number], pin=True)
     assert searches.count(0) == 1
     core.do(core.store.tick(600.0))
     core.put(ONE, [10, 10, 0], session="s10", share_counts=[2, 2, 1])
     assert searches.count(0) == 2
-
-
-def test_a_shared_head_leaves_memory_though_a_fork_on_ssd_stays(core):
-    """What nobody reads would else keep its heads in memory for as long as the disk has room."""
-    shares = [2] * 6 + [1] * 4
-    core.put(ONE, [1] * 10, session="fork", share_counts=shares)
-    for number in (2, 3, 4):
-        core.put(ONE, [number] * 10, session=f"s{number}", share_counts=shares)
-    assert core.node.retirement.reclaimed[0] > 0
-    assert core.hit(ONE, [1] * 10)[0] == 0
-    assert core.store.catalog.find(ONE.fingerprint, "fork").blocks == 4
-    core.put(ONE, [1] * 10, session="again", share_counts=shares)
-    assert core.hit(ONE, [1] * 10)[0] == 10
-    assert core.store.catalog.find(ONE.fingerprint, "fork").blocks == 4

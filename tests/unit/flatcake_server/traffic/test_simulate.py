@@ -122,18 +122,3 @@ def test_idle_sessions_give_back_the_tails_of_their_files():
     trimmed = run(sessions, dataclasses.replace(AMPLE, session_trim_after_s=10.0))
     kept = run(sessions, dataclasses.replace(AMPLE, session_trim_after_s=1e9))
     assert trimmed.ssd_peak_bytes < kept.ssd_peak_bytes
-
-
-def test_files_of_a_branch_that_was_left_go_before_a_session_used_since():
-    left = [
-        request(n, "x", [*range(8), *range(100 * n, 100 * n + more)], turn=n + 1) for n, more in enumerate((0, 10, 10))
-    ]
-    requests = [*left, *turns("y", [8], start=3, base=1000), dataclasses.replace(left[2], arrival_s=4.0, turn=4)]
-    requests += [*turns("z", [15], start=5, base=2000), *turns("y", [8], start=6, base=1000)]
-    node = dataclasses.replace(AMPLE, ssd_bytes=50 * MIB, policy=Policy(0, 0))
-    outcome = run(requests, node)
-    assert (outcome.files_dropped, outcome.reclaimed["ssd"]) == (1, 0)
-    assert outcome.hit_share == outcome.hit_share_max
-    outcome = run(requests, dataclasses.replace(node, files_first=False))
-    assert (outcome.files_dropped, outcome.reclaimed["ssd"]) == (0, 2), "z drops y, and y z"
-    assert outcome.hit_share < outcome.hit_share_max
