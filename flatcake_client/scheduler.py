@@ -110,10 +110,10 @@ class TwoQueues(Generic[RequestId]):
         """A request came; `ssd_bytes` of its blocks are on SSD, 0 if all of them are in memory.
 
         Raises:
-            ValueError: it is here already, or a negative size.
+            ValueError: it is here already, or was given up and its prefetch has not ended; or a negative size.
             Overloaded: `waiting_max` requests are here.
         """
-        if request in self._known or ssd_bytes < 0:
+        if any(request in held for held in (self._known, self._prefetching, self._ending)) or ssd_bytes < 0:
             raise ValueError(f"request {request!r} with {ssd_bytes} bytes on SSD: here already, or no size")
         if len(self._known) >= self._waiting_max:
             raise Overloaded(f"{self._waiting_max} requests are waiting already")

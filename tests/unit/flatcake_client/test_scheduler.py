@@ -223,3 +223,20 @@ def test_closing_wakes_who_waits_and_cancelled_work_is_not_done():
     scheduler.close()
     waiter.join(TIMEOUT_S)
     assert (answers, called) == ([None], [])
+
+
+def test_what_is_given_up_before_its_turn_is_let_go_and_holds_no_place():
+    scheduler: Scheduler[str] = Scheduler(prefetches_max=1)
+    pages = np.zeros(1)
+    gone = weakref.ref(pages)
+    with scheduler._changed:  # no thread comes between
+        scheduler.submit("waiting", GB, partial(len, pages))
+        scheduler.cancel("waiting")
+        scheduler.submit("chosen", GB, partial(len, pages))
+        scheduler._started += scheduler._queues.start_prefetches(0.0)
+        scheduler.cancel("chosen")
+    del pages
+    assert gone() is None
+    scheduler.submit("next", GB, lambda: None)
+    assert scheduler.next_ready(TIMEOUT_S) == "next"
+    scheduler.close()
