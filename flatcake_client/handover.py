@@ -85,13 +85,14 @@ class _Kept:
     def all_of(self, file_ids: Collection[int]) -> Descriptors | None:
         """None: one of them is not kept, or this process can open no more."""
         with self._lock:
-            if not all(file_id in self._files for file_id in file_ids):
+            files = self._files  # `close` may come in between: then none can be copied
+            if not all(file_id in files for file_id in file_ids):
                 return None
             found = Descriptors({})
             for file_id in file_ids:
-                self._files.move_to_end(file_id)
+                files.move_to_end(file_id)
                 with contextlib.suppress(OSError):
-                    found.files[file_id] = _copy(self._files[file_id])
+                    found.files[file_id] = _copy(files[file_id])
         return found if len(found.files) == len(file_ids) else None
 
     def keep(self, files: Mapping[int, OpenFile]) -> None:
