@@ -99,6 +99,25 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         load_ucx()
 
 
+@pytest.mark.parametrize("version", [(1, 12, 1), (2, 0, 0)])
+def test_a_version_that_was_not_tried_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int]
+) -> None:
+    class OfThatVersion:
+        def __init__(self, *libraries: object) -> None:
+            pass
+
+        def get_version(self, *numbers: ctypes.c_uint) -> None:
+            for number, value in zip(numbers, version, strict=True):
+                number.value = value
+
+    monkeypatch.setattr(ucx_lib, "Ucp", OfThatVersion)
+    monkeypatch.setattr(ucx_lib, "_candidates", lambda choice: [("system", lambda: None)])
+    monkeypatch.setattr(ucx_lib.ctypes, "CDLL", lambda *_, **__: None)
+    with pytest.raises(Unavailable, match=r"takes 1\.13 and later 1\.x"):
+        load_ucx()
+
+
 def test_with_a_card_the_system_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx_lib, "rdma_cards", lambda: ["mlx5_0"])
     assert [origin for origin, _ in ucx_lib._candidates("")] == ["system", "wheel"]

@@ -10,6 +10,7 @@ import json
 import os
 import select
 import sys
+from collections.abc import Mapping
 
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.movers.ucx_child import map_shared
@@ -42,12 +43,22 @@ def serve(worker: UcxWorker, descriptor: int) -> bytes:
     return os.read(descriptor, 4096)
 
 
+def _refuse_deaf(worker: UcxWorker, options: Mapping[str, str]) -> None:
+    """Raises: Unavailable: UCX goes over none of the devices that we chose, and would say nothing of it."""
+    chosen = set(filter(None, options.get("NET_DEVICES", "").split(",")))
+    if not chosen or {"UCX_NET_DEVICES", "UCX_TLS"} & os.environ.keys():  # then it is the user's choice
+        return
+    if chosen.isdisjoint(each.partition("/")[2] for each in worker.transports()):
+        raise Unavailable(f"UCX goes over none of {', '.join(sorted(chosen))}: flatcake doctor says over what it does")
+
+
 def main(order: str) -> None:
     """`order`: regions, options and peer timeout, as the parent wrote them. It ends with its standard input."""
     regions, options, peer_timeout_s = json.loads(order)
     # Of every device: not of those that containers make, which have the same addresses on all machines.
     chosen = "NET_DEVICES" in options
     worker = UcxWorker(load_ucx(), options=options, peer_timeout_s=peer_timeout_s, bridges=chosen)
+    _refuse_deaf(worker, options)
     sealed = []
     for fd, size_bytes in regions:
         try:
