@@ -164,6 +164,8 @@ def _read(
             raise ValueError(f"--profile {profile} is unknown: choose {', '.join(PROFILES)}")
         name, title = f"profile {profile}", f"generating {profile}"
     else:
+        if not trace.exists():
+            raise ValueError(f"{trace} does not exist: give a trace, or --profile NAME")
         name, title = trace.name, f"reading {trace.name}"
     spread_s = parse_duration(spread)
 
@@ -175,8 +177,13 @@ def _read(
     if save is None:
         with progress_bar(title) as step:
             return name, gather(requests(step))
+    if save.is_dir():
+        raise ValueError(f"--save-trace {save} is a directory: give a file")
     with progress_bar(title) as step:
-        write_trace(save, requests(step))
+        try:
+            write_trace(save, requests(step))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, error.filename or str(save)) from error  # a full disk names none
     with progress_bar(f"reading {save.name}") as step:
         return name, gather(read_trace(save, progress=step))
 

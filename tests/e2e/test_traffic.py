@@ -63,5 +63,5 @@ def test_a_file_that_is_no_trace_and_one_that_is_not_there(tmp_path):
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert f"{file}:1: no trace" in run.stderr
     run = flatcake("tune", tmp_path / "missing")
-    assert (run.returncode, run.stderr.count("\n")) == (3, 1)
-    assert "No such file" in run.stderr
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert "missing does not exist: give a trace, or --profile NAME" in run.stderr

@@ -21,6 +21,8 @@ from flatcake_server import cli
         (["--profile", "chat", "--bytes-per-token", "many"], "'many' is no size"),
         (["--profile", "chat", "--bytes-per-token", "0"], "--bytes-per-token is above 0"),
         (["--profile", "chat", "--spread", "soon"], "'soon' is no duration"),
+        (["nothing.jsonl"], "nothing.jsonl does not exist: give a trace, or --profile NAME"),
+        (["--profile", "chat", "--save-trace", "/"], "--save-trace / is a directory: give a file"),
     ],
 )
 @pytest.mark.parametrize("command", ["analyze", "tune"])
@@ -52,3 +54,10 @@ def test_every_option_of_the_guide_is_one(capsys):
         assert cli._exit_code([command, "--help"]) == 0
     help_text = capsys.readouterr().out
     assert set(re.findall(r"--[a-z]+(?:-[a-z]+)*", guide)) <= set(re.findall(r"--[a-z]+(?:-[a-z]+)*", help_text))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full: a full disk was not tried")
+def test_a_full_disk_is_named(capsys):
+    command = ["analyze", "--profile", "chat", "--sessions", "3", "--save-trace", "/dev/full"]
+    assert cli._exit_code(command) == 3
+    assert capsys.readouterr().err == "flatcake: /dev/full: No space left on device\n"
