@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BLUE: Final = "#2563eb"
 ORANGE: Final = "#ea580c"
 GREY: Final = "#6b7280"
-COLOURS: Final = (BLUE, ORANGE, "#16a34a", GREY, "#9333ea", "#ca8a04", "#db2777", "#0891b2")
+COLOURS: Final = (BLUE, ORANGE, "#16a34a", GREY, "#9333ea", "#ca8a04", "#db2777", "#0891b2", "#78350f", "#111827")
 _STYLE: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#111}"
     "img{max-width:100%}table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .8rem;text-align:left;"
@@ -57,7 +57,19 @@ def draw_figure(title: str, draw: Draw) -> Figure:
 def write_page(
     folder: Path, title: str, summary: str, figures: Mapping[str, Figure], tables: Sequence[Table], code: str = ""
 ) -> list[Path]:
-    """Write `<name>.png` of each figure and `index.html` with all of them in it. Returns what was written."""
+    """Write `<name>.png` of each figure and `index.html` with all of them in it. Returns what was written.
+
+    Raises: OSError: it cannot; says where.
+    """
+    try:
+        return _write_page(folder, title, summary, figures, tables, code)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(folder)) from error  # a full disk names none
+
+
+def _write_page(
+    folder: Path, title: str, summary: str, figures: Mapping[str, Figure], tables: Sequence[Table], code: str
+) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written, pictures = [], []
     for name, figure in figures.items():

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import errno
 import json
+from pathlib import Path
 
 import pytest
 
 from flatcake_client.replay import report
 from flatcake_client.replay.__main__ import run, write_whole
+from flatcake_client.replay.options import PEERS, SYSTEMS
+from flatcake_client.replay.systems import ABLATIONS
+from flatcake_transport import page
 
 SMALL = ("--profile", "chat", "--limit", "20")
 
@@ -104,3 +108,17 @@ def test_a_report_that_cannot_be_written_leaves_nothing_and_is_named(tmp_path):
         write_whole(tmp_path / "taken", "one")
     assert found.value.filename == str(tmp_path / "taken")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_page_that_cannot_be_written_names_its_folder(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="page") as found:
+        page.write_page(tmp_path / "page", "", "", {}, [])
+    assert found.value.filename == str(tmp_path / "page")
+
+
+def test_every_system_and_ablation_has_a_colour_of_its_own():
+    assert len(set(page.COLOURS)) >= len(SYSTEMS) + len(PEERS) + len(ABLATIONS)
