@@ -49,6 +49,10 @@ class Background:
         self.failures += 1
         log.error("%s, for a reason nobody foresaw", what, exc_info=error)
 
+    async def end(self) -> None:
+        """Cancel what is under way, and wait for it."""
+        await end(self._tasks)
+
     async def drain(self) -> None:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)

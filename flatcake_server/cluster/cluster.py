@@ -15,9 +15,9 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from flatcake_server.cluster.borrowed import Loans
 from flatcake_server.cluster.credentials import Secrets
@@ -39,7 +39,7 @@ from flatcake_server.cluster.telling import Telling
 from flatcake_server.rpc import Timings
 from flatcake_server.stats import ClusterStats, NodeRow
 from flatcake_server.store import Store
-from flatcake_server.tasks import end
+from flatcake_server.tasks import Background
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.units import parse_listen
 
@@ -96,7 +96,7 @@ class Cluster:
         self._importer = nvme.importer
         self._options = options
         self._now_s = time.monotonic
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background = Background()
         self.counts: Counter[str] = Counter()
         self.membership = Membership(me, options.node_ttl_s)
         self._loans = Loans(options.leases_max)
@@ -118,7 +118,7 @@ class Cluster:
         )  # fmt: skip
         self.remote = RemoteLookup(
             store, self.membership, self.directory, self.peers, self._loans, self.counts, options.peer_timeout_s,
-            options.verify, self._now_s, self._spawn, nvme.host, nvme.importer,
+            options.verify, self._now_s, self._background.spawn, nvme.host, nvme.importer,
             HotPrefixes(options.copy_after_hits) if options.copy_after_hits else None,
         )  # fmt: skip
         self._listed_s = float("-inf")
@@ -164,11 +164,11 @@ class Cluster:
             "node %d of cluster %s at %s is %s (directory %s)",
             self.membership.me.node_id, self._options.name, address, state.value, self._options.directory,
         )  # fmt: skip
-        self._spawn(self._beats())
-        self._spawn(self._sweeps())
+        self._background.spawn(self._beats())
+        self._background.spawn(self._sweeps())
         if self.telling is not None:
             for loop in (self.telling.publishes_stored, self.telling.publishes, self.telling.sweeps):
-                self._spawn(loop())
+                self._background.spawn(loop())
 
     async def stop(self) -> None:
         """Leave, and let all links go. Twice is fine."""
@@ -177,7 +177,7 @@ class Cluster:
         if self.telling is not None:
             self.telling.close()
         self.service.close()
-        await end(self._background)
+        await self._background.end()
         if joined:
             try:
                 await self.directory.leave(self.membership.me)
@@ -194,11 +194,6 @@ class Cluster:
         if files is not None:
             await files.close()
         await self._fabric.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     # -- membership ------------------------------------------------------------------------------------------------
 
@@ -243,7 +238,7 @@ class Cluster:
         self.peers.keep(known.values())
         for member in known.values() if len(known) <= EAGER_LINKS_MAX else ():
             if self.peers.usable(member) and not self.peers.linked(member):
-                self._spawn(self._link(member))
+                self._background.spawn(self._link(member))
 
     async def _link(self, member: Member) -> None:
         try:

@@ -48,7 +48,10 @@ def test_what_fails_behind_the_callers_back_is_told_and_counted(caplog):
         background.spawn(waits())
         gate.set()
         await background.drain()
+        gate.clear()
+        background.spawn(waits())
+        await background.end()
 
-    asyncio.run(work())
+    asyncio.run(asyncio.wait_for(work(), 30))
     assert background.failures == 1
     assert "KeyError: 'slot'" in caplog.text
