@@ -19,6 +19,7 @@ from flatcake_server.extents import ExtentAllocator
 from flatcake_server.placement import Reason
 from flatcake_server.records import FileId, KeyArray, SessionNo
 from flatcake_server.retire import Retirement
+from flatcake_server.session import DiskFull
 from flatcake_server.sizing import SizingPolicy, file_bytes
 from flatcake_server.turns import Part, PartPlan, TurnRequest
 from flatcake_transport.address import Address, Medium
@@ -242,7 +243,7 @@ class Reserver:
             self._ssd_range.free(base, disk.creating.pop(base))
             if isinstance(error, Unavailable):
                 self._retirement.fail_disk(disk, str(error))
-            elif isinstance(error, Overloaded):
+            elif isinstance(error, DiskFull):
                 self._tell_full(disk, error)
             raise
         if disk.failure:  # meanwhile; the next start deletes it
@@ -253,7 +254,7 @@ class Reserver:
         disk.full = False
         return file
 
-    def _tell_full(self, disk: Disk, error: Overloaded) -> None:
+    def _tell_full(self, disk: Disk, error: DiskFull) -> None:
         """Others have filled its file system: no session that goes here would keep room for us."""
         disk.full, now_s = True, self._wall_s()
         if now_s >= disk.full_told_s + FULL_TOLD_S:

@@ -10,7 +10,7 @@ Faults survived, and how:
   nothing but not unlinked is one too. The lock goes with the process.
 - The file system refuses O_DIRECT or fallocate (tmpfs, overlays, network mounts). Both are tried for real at the start,
   on a file, with data read back; without them files are opened buffered, or made sparse.
-- The disk is full, or a quota met, when a file is made: `Overloaded`, and no file is left. In a sparse file that
+- The disk is full, or a quota met, when a file is made: `DiskFull`, and no file is left. In a sparse file that
   error comes later, to the writer.
 - A write or fsync fails: `Unavailable`. The store seals the file: after a failed fsync the kernel may have dropped the
   pages and call the next fsync a success, so nobody asks again.
@@ -56,6 +56,10 @@ _RETRIES: Final = 8  # of making a directory that a concurrent delete takes away
 
 class PathInUse(Unavailable):
     """Another process has the path. Waiting does not help while it lives."""
+
+
+class DiskFull(Overloaded):
+    """The file system, or a quota of it, has no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,8 @@ class SessionFiles:
         """Make a file of this length, its blocks allocated where the file system can.
 
         Raises:
-            Overloaded: the disk or a quota is full, or there is no descriptor or memory to be had; no file is left.
+            DiskFull: the disk or a quota is; no file is left.
+            Overloaded: there is no descriptor or memory to be had; no file is left.
             Unavailable: the disk failed; no file is left unless it cannot even be unlinked.
             ValueError: the id was used before.
         """
@@ -338,7 +343,7 @@ def _direct_refusal(path: Path) -> str:
 
 
 def _translated(error: OSError, what: str) -> Overloaded | Unavailable:
-    kind = Overloaded if error.errno in (*_FULL, *_SHORT) else Unavailable
+    kind = DiskFull if error.errno in _FULL else Overloaded if error.errno in _SHORT else Unavailable
     return kind(f"{what}: {error.strerror or error}")
 
 

@@ -23,6 +23,7 @@ from flatcake_server.disk import Disk
 from flatcake_server.journal import Journal
 from flatcake_server.law import check_data, check_files, check_state
 from flatcake_server.records import SegmentRecord, Suspect
+from flatcake_server.session import DiskFull
 from flatcake_server.turns import Part, Turn, TurnRequest
 from flatcake_transport.checksum import granule_checksums
 from flatcake_transport.errors import Overloaded, Unavailable
@@ -158,7 +159,8 @@ class Core:
         if self.faults[name]:
             self.faults[name] -= 1
             self.tripped += 1
-            raise (Overloaded if name == "create" and self.faults["full"] else Unavailable)(f"the test broke {name}")
+            kinds = [DiskFull] * self.faults["full"] + [Overloaded] * self.faults["short"] if name == "create" else []
+            raise next(iter(kinds), Unavailable)(f"the test broke {name}")
 
     def fail(self, name: str) -> None:
         """The next call of an operation of the disk fails."""

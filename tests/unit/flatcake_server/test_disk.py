@@ -157,6 +157,17 @@ def test_a_client_that_goes_leaves_no_turn_behind_one_whose_path_hangs(tmp_path,
     core.close()
 
 
+def test_a_daemon_that_can_open_no_more_is_no_full_disk(tmp_path):
+    """An operator who is told to make room would look in vain."""
+    core = Core(tmp_path)
+    core.open(ONE)
+    core.faults["short"], core.faults["create"] = 1, 2  # also without headroom
+    with pytest.raises(Overloaded):
+        core.put(ONE, [1])
+    assert not core.node.disks[1].full
+    core.close()
+
+
 def test_a_disk_that_others_fill_is_said_and_not_at_each_turn(tmp_path, caplog):
     core = Core(tmp_path)
     core.open(ONE)

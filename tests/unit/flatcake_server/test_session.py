@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -11,8 +12,9 @@ import sys
 import pytest
 from disk_path import raw_file, snapshot
 
-from flatcake_server.session import PathInUse, SessionFiles
-from flatcake_transport.errors import Unavailable
+from flatcake_server import session as module
+from flatcake_server.session import DiskFull, PathInUse, SessionFiles
+from flatcake_transport.errors import Overloaded, Unavailable
 
 MIB = 1 << 20
 
@@ -41,6 +43,20 @@ def test_an_id_is_used_once(files, tmp_path):
     with pytest.raises(ValueError, match="never used twice"):
         files.create(1, 8192)
     assert raw_file(tmp_path / "ssd", 1).read_bytes() == b"x" * 4096
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(errno.ENOSPC, DiskFull), (errno.EMFILE, Overloaded), (errno.EIO, Unavailable)]
+)
+def test_a_full_disk_is_told_from_a_process_that_can_open_no_more(files, monkeypatch, code, kind):
+    def fails(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(module, "fallocate", fails)
+    with pytest.raises(kind) as said:
+        files.create(1, MIB)
+    assert type(said.value) is kind
+    assert files.list() == {}
 
 
 @pytest.mark.parametrize("size", [0, -4096, 1, 4097])
