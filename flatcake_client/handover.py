@@ -85,14 +85,13 @@ class _Kept:
     def all_of(self, file_ids: Collection[int]) -> Descriptors | None:
         """None: one of them is not kept, or this process can open no more."""
         with self._lock:
-            files = self._files  # `close` may come in between: then none can be copied
-            if not all(file_id in files for file_id in file_ids):
+            if not all(file_id in self._files for file_id in file_ids):
                 return None
             found = Descriptors({})
             for file_id in file_ids:
-                files.move_to_end(file_id)
+                self._files.move_to_end(file_id)
                 with contextlib.suppress(OSError):
-                    found.files[file_id] = _copy(files[file_id])
+                    found.files[file_id] = _copy(self._files[file_id])
         return found if len(found.files) == len(file_ids) else None
 
     def keep(self, files: Mapping[int, OpenFile]) -> None:
@@ -101,15 +100,21 @@ class _Kept:
                 if file_id not in self._files:
                     with contextlib.suppress(OSError):
                         self._files[file_id] = _copy(file)
-            while len(self._files) > KEPT_MAX:
-                os.close(self._files.popitem(last=False)[1].fd)
+            gone = [self._files.popitem(last=False)[1].fd for _ in range(len(self._files) - KEPT_MAX)]
+        _close_all(gone)  # a disk that hangs may keep us here, and nobody who waits for the lock
 
     def close(self) -> None:
-        """Without the lock: in a forked child its holder may be a thread that is not there. Twice is fine."""
-        files, self._files = self._files, OrderedDict()
+        """Twice is fine."""
+        with self._lock:  # one that was closed while it is copied may be another file by then
+            files, self._files = self._files, OrderedDict()
         _close_all([file.fd for file in files.values()])
 
-    __del__ = close
+    def forget(self) -> None:
+        """In a forked child, where whoever has the lock may be a thread that is not there."""
+        _close_all([file.fd for file in self._files.values()])
+        self._files = OrderedDict()
+
+    __del__ = forget
 
 
 def _copy(file: OpenFile) -> OpenFile:
@@ -213,7 +218,7 @@ class Handover:
         """In a forked child: let go of its copy. The connection itself is the parent's and lives on."""
         self._lost = True
         self._socket.close()
-        self._kept.close()
+        self._kept.forget()
 
     def __del__(self) -> None:
         # Not closed: its client gave up waiting for a write; whatever held us has landed now.

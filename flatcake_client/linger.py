@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 LOOK_S: Final = 0.05  # between two looks at transfers that have not come to rest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Act:
     transfers: Sequence[Transfer]
     act: Callable[[], None]
@@ -51,12 +51,17 @@ class Linger:
 
     def __init__(self) -> None:
         self._left: _Queue = queue.SimpleQueue()
-        threading.Thread(target=_look_after, args=(self._left,), name="flatcake-linger", daemon=True).start()
+        self._undone: set[_Act] = set()  # in the queue, with the thread, or being done
+        threading.Thread(
+            target=_look_after, args=(self._left, self._undone), name="flatcake-linger", daemon=True
+        ).start()
         self.close = weakref.finalize(self, self._left.put, None)
 
     def leave(self, transfers: Sequence[Transfer], act: Callable[[], None], pause_s: float = 0.0) -> None:
         """Act later, in the thread, when all transfers rest, and not before `pause_s`."""
-        self._left.put(_Act(transfers, act, time.monotonic() + pause_s))
+        left = _Act(transfers, act, time.monotonic() + pause_s)
+        self._undone.add(left)
+        self._left.put(left)
 
     def when_rested(self, transfers: Sequence[Transfer], act: Callable[[], None]) -> None:
         """Act now if all transfers rest, else later."""
@@ -68,17 +73,19 @@ class Linger:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait for what is left, without its pauses. False: some transfer did not come to rest in time; its act is still to be done."""
+        if not self._undone:
+            return True  # with no time left, too: no thread need have its turn
         settled = threading.Event()
         self._left.put(settled)
         return settled.wait(timeout_s)
 
 
-def _look_after(left: _Queue) -> None:
+def _look_after(left: _Queue, undone: set[_Act]) -> None:
     waiting = _Waiting()
-    while not waiting.ended or waiting.acts:
+    while not waiting.ended or undone:
         _take_in(left, waiting)
-        _act(waiting)
-        if not waiting.acts and left.empty():
+        _act(waiting, undone)
+        if not undone:
             for settled in waiting.settling:
                 settled.set()
             waiting.settling.clear()
@@ -95,7 +102,7 @@ def _take_in(left: _Queue, waiting: _Waiting) -> None:
             waiting.settling.append(entry)
 
 
-def _act(waiting: _Waiting) -> None:
+def _act(waiting: _Waiting, undone: set[_Act]) -> None:
     """Do what can be done by now. Nothing of it is kept: a thread that waits must not keep a client alive."""
     now_s = time.monotonic()
     acts, waiting.acts = waiting.acts, []
@@ -105,5 +112,6 @@ def _act(waiting: _Waiting) -> None:
                 each.act()
             except Exception as error:  # noqa: BLE001 - a thread's edge: without it nothing more would be given back
                 log.warning("something left by a read or write could not be given back: %r", error)
+            undone.discard(each)
         else:
             waiting.acts.append(each)

@@ -360,6 +360,18 @@ def test_close_takes_its_time_and_no_more_though_nobody_answers(daemon, client):
     stall.set()
 
 
+def test_a_close_that_has_no_time_left_ends_the_connection_where_nothing_moves(daemon):
+    """An engine that goes on would else keep its life line, and what hangs on it, and the movers' threads."""
+    client = fc.connect(daemon.endpoint, timeout_s=20.0)
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 3))
+    hit = kv.space.lookup(kv.space.keys(kv.tokens(1, 3)))
+    assert daemon.attached
+    client.close(0.0)
+    until(lambda: not daemon.attached)
+    assert hit.blocks == 3, "the engine has it still"
+
+
 @pytest.mark.parametrize("medium", [Medium.MEMORY, Medium.SSD])
 @pytest.mark.parametrize("ends", ["the daemon", "the connection"])
 def test_a_turn_whose_space_may_be_somebody_elses_is_written_no_further(daemon, client, medium, ends):

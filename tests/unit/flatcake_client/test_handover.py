@@ -129,6 +129,39 @@ def test_few_files_are_kept_those_read_last(daemon, handover, monkeypatch):
     assert not any(map(is_open, kept))
 
 
+def test_a_forked_child_keeps_nothing_open_whoever_had_the_lock(daemon, handover):
+    add_files(daemon, 2)
+    daemon.leases.add(7)
+    handover.leased(7, {1, 2}, 5.0).close()
+    kept = [file.fd for file in handover._kept._files.values()]
+    with handover._kept._lock:  # of a thread that is not there
+        handover.forget()
+    assert len(kept) == 2
+    assert not any(map(is_open, kept))
+
+
+def test_what_is_closed_while_it_is_copied_is_not_taken_for_another_file(daemon, handover, monkeypatch):
+    add_files(daemon, 2)
+    daemon.leases.add(7)
+    handover.leased(7, {1, 2}, 5.0)
+    closing, real, others = threading.Thread(target=handover.close), os.dup, []
+
+    def slow(fd):
+        copy = real(fd)
+        if not closing.ident:
+            closing.start()
+            closing.join(0.2)
+            others.extend(real(daemon.arena) for _ in range(4))  # have the numbers of what was closed
+        return copy
+
+    monkeypatch.setattr(handover_module.os, "dup", slow)
+    assert bytes_of(handover.leased(7, {1, 2}, 5.0)) == {n: n.to_bytes(4, "little") for n in (1, 2)}
+    closing.join(20)
+    assert not closing.is_alive()
+    for fd in others:
+        os.close(fd)
+
+
 def test_a_process_that_can_open_no_more_asks(daemon, handover, monkeypatch):
     add_files(daemon, 2)
     daemon.leases.add(7)

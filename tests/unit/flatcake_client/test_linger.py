@@ -79,6 +79,17 @@ def test_settle_waits_and_says_what_hangs(linger):
     assert acts == ["failing", "hanging"]
 
 
+def test_where_nothing_is_left_it_is_settled_though_no_time_is(linger):
+    """As at the end of a close that has used it up: the connection is ended all the same."""
+    assert linger.settle(0.0)
+    go, acts = threading.Event(), []
+    linger.leave([], lambda: acts.append(go.wait(20)))
+    assert not linger.settle(0.0)
+    go.set()
+    until(lambda: linger.settle(0.0))
+    assert acts == [True]
+
+
 def test_a_pause_is_waited_for_but_not_by_who_settles(linger):
     acts, first = [], Moving()
     linger.leave([first], lambda: acts.append("first"))
