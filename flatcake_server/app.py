@@ -275,13 +275,13 @@ class Node:
 
     @contextlib.contextmanager
     def _or_without(self, disk: Disk) -> Iterator[None]:
-        """One of several paths may fail to start: it costs its own sessions only."""
+        """One of several paths may fail to start, and costs its own sessions only; but not all of them."""
         try:
             yield
         except PathInUse:
             raise
         except FlatCakeError as error:
-            if len(self.disks) == 1:
+            if all(other.failure for other in self.disks.values() if other is not disk):
                 raise
             disk.failure = str(error)
             log.error("SSD path %s is out of service: %s", disk.path, error)

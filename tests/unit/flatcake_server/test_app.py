@@ -94,17 +94,19 @@ def test_a_node_starts_without_a_disk_that_is_not_mounted(tmp_path):
     assert not (tmp_path / "unmounted").exists()
 
 
-def test_a_disk_that_hangs_at_the_start_is_given_up(tmp_path, monkeypatch):
+@pytest.mark.parametrize("names", [("ssd",), ("ssd", "unmounted")])
+def test_a_node_whose_disks_all_hang_or_are_gone_does_not_start(tmp_path, monkeypatch, names):
     (tmp_path / "ssd").mkdir()
     monkeypatch.setattr(app, "OPEN_S", 0.01)
     monkeypatch.setattr(app, "CLOSE_TIMEOUT_S", 0.01)
     answers = threading.Event()
-    monkeypatch.setattr(app.Disk, "open", lambda _disk: answers.wait())
-    node = Node(config_on(tmp_path, "ssd"))
+    opens = app.Disk.open
+    monkeypatch.setattr(app.Disk, "open", lambda disk: answers.wait() if disk.path.exists() else opens(disk))
+    node = Node(config_on(tmp_path, *names))
 
     async def story():
         try:
-            with pytest.raises(Unavailable, match="has not answered"):
+            with pytest.raises(Unavailable, match=r"has not answered|does not exist"):
                 await node.start()
             assert not await node.stop(), "its thread is still there: the process must be ended under it"
         finally:
