@@ -50,6 +50,15 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
+@contextlib.contextmanager
+def needed(what: str) -> Iterator[None]:
+    """Skips where this kernel has none."""
+    try:
+        yield
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no {what} here: {error.stderr.decode().strip()}")
+
+
 def slow(device: str, rate: str, *where: str) -> None:
     """What is sent from a device goes at this rate, as on a link of that speed."""
     for words in (
@@ -98,10 +107,8 @@ class Room:
 def room(tmp_path: Path, suffix: str = "") -> Iterator[Room]:
     """Its devices are up, and have no addresses."""
     made = Room(f"fc{RUN}{suffix}", f"fcn{RUN}{suffix}", f"fca{RUN}{suffix}", tmp_path / f"enter{suffix}.py")
-    try:
+    with needed("network namespaces"):
         ip("netns", "add", made.name)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
     try:
         ip("link", "add", made.near, "type", "veth", "peer", "name", made.away, "netns", made.name)
         for words in ((made.near,), (made.away, *made.where), ("lo", *made.where)):

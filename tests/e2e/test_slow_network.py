@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from cluster import knows, node, published
 from kv import Kv, connect
-from networks import RUN, families, ip, need_namespaces, quoted, room, slow
+from networks import RUN, families, ip, need_namespaces, needed, quoted, room, slow
 from redis_server import RedisServer, needs_redis
 from ucx_peer import ucx_here
 
@@ -29,7 +29,8 @@ def lan(request, tmp_path, monkeypatch):
     need_namespaces(monkeypatch, "tc")
     family, bridge = families(232)[request.param], f"fcn{RUN}"
     with contextlib.ExitStack() as stack:
-        ip("link", "add", bridge, "type", "bridge")
+        with needed("bridge"):
+            ip("link", "add", bridge, "type", "bridge")
         stack.callback(ip, "link", "del", bridge)
         ip("link", "set", bridge, "up")
         rooms = [stack.enter_context(room(tmp_path, f"x{number}")) for number in (2, 3)]
@@ -37,7 +38,8 @@ def lan(request, tmp_path, monkeypatch):
         for number, each in enumerate(rooms, 2):
             ip("link", "set", each.near, "master", bridge)
             family.add(number, each.away, *each.where)
-        slow(rooms[0].away, f"{LINK_MBIT}mbit", *rooms[0].where)
+        with needed("tc htb"):
+            slow(rooms[0].away, f"{LINK_MBIT}mbit", *rooms[0].where)
         yield family, rooms
 
 
