@@ -59,7 +59,7 @@ class Retirement:
         )  # paths that failed: no longer found, and on their way out of the tables
         self._limbo: list[tuple[SessionNo, int, int]] = []
         self.counts: Counter[str] = Counter()
-        self.background = Background()
+        self.background = Background(self.counts)
         self.reclaimed: Counter[int] = Counter()
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from typing import Any, Final
 
@@ -29,9 +30,9 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
 class Background:
     """Work behind the callers' backs. What fails there is told here: nobody waits to hear it."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Counter[str]) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self.failures = 0
+        self._counts = counts
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Kept until done, and waited for by `drain`."""
@@ -46,7 +47,7 @@ class Background:
 
     def unforeseen(self, what: str, error: BaseException) -> None:
         """Tell of an error that nobody foresaw."""
-        self.failures += 1
+        self._counts["unforeseen"] += 1
         log.error("%s, for a reason nobody foresaw", what, exc_info=error)
 
     async def end(self) -> None:

@@ -143,7 +143,7 @@ class Reports:
             files_unopened_total=counts["files_unopened"],
             corrupt_segments_total=counts["corrupt_segments"],
             disk_failures_total=retired.counts["disk_failures"],
-            unforeseen_total=retired.background.failures,
+            unforeseen_total=retired.counts["unforeseen"],
             clients_lost_total=counts["clients_lost"],
             descriptors_handed_total=self._handover.handed_total,
         )

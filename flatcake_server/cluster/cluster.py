@@ -96,13 +96,14 @@ class Cluster:
         self._importer = nvme.importer
         self._options = options
         self._now_s = time.monotonic
-        self._background = Background()
+        self._background = Background(store.retirement.counts)
         self.counts: Counter[str] = Counter()
         self.membership = Membership(me, options.node_ttl_s)
         self._loans = Loans(options.leases_max)
         self.peers = Peers(
             me, options.name, secrets, options.peer_timeout_s, options.message_bytes_max,
             held=lambda owner: self._loans.of_node(owner.node_id, owner.incarnation), now_s=self._now_s,
+            unforeseen=self._background.unforeseen,
         )  # fmt: skip
         self.directory: Directory = self._directory()
         self.telling: Telling | None = None
@@ -110,6 +111,7 @@ class Cluster:
             self.telling = Telling(
                 store.catalog, self.membership, self.directory, Publisher(options.publish_rate_max),
                 Sweeper(options.anchor_ttl_s, DEAD_TTLS * options.node_ttl_s), self.counts, self._now_s,
+                self._background.unforeseen,
             )  # fmt: skip
         self._doubts = Doubts(store, differs, self.counts)
         self.service = PeerService(
@@ -202,8 +204,8 @@ class Cluster:
             await asyncio.sleep(self.membership.wait_s(self._now_s()))
             try:
                 await self._beat()
-            except Exception:
-                log.exception("a beat failed in a way nobody foresaw; the next one comes")
+            except Exception as error:  # noqa: BLE001 - the next one comes
+                self._background.unforeseen("a beat failed", error)
                 self.membership.failed(self._now_s(), random.random())  # noqa: S311
 
     async def _beat(self) -> None:
@@ -283,8 +285,8 @@ class Cluster:
             try:
                 self.remote.sweep()
                 self.service.sweep()
-            except Exception:
-                log.exception("a sweep of leases failed in a way nobody foresaw; the next one comes")
+            except Exception as error:  # noqa: BLE001 - the next one comes
+                self._background.unforeseen("a sweep of leases failed", error)
 
     # -- what operators see ------------------------------------------------------------------------------------------
 

@@ -56,6 +56,6 @@ class Doubts:
                     log.warning("a peer read other bytes of segment %#x than are here: its memory, or the way", address)
             except FlatCakeError as error:
                 log.warning("segment %#x, which a peer doubts, cannot be looked at: %s", address, error)
-            except Exception:
-                log.exception("looking at a doubted segment failed in a way nobody foresaw")
+            except Exception as error:  # noqa: BLE001 - the others are looked at
+                self._store.retirement.background.unforeseen("a doubted segment is not looked at", error)
             self._waiting.pop(suspect, None)

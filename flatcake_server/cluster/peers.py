@@ -62,6 +62,7 @@ class Peers:
         *,
         held: Callable[[Member], Sequence[int]],
         now_s: Callable[[], float],
+        unforeseen: Callable[[str, BaseException], None],
     ) -> None:
         self._me = me
         self._cluster = cluster
@@ -69,6 +70,7 @@ class Peers:
         self._timeout_s = timeout_s
         self._held = held
         self._now_s = now_s
+        self._unforeseen = unforeseen
         # Channels are let go of, never closed by word: `grpc.aio.Channel.close` looks through the stacks of all tasks, and after
         # that the servers of this process answered no call any more (grpcio 1.76). The last reference ends the connection.
         self._options = [
@@ -275,8 +277,8 @@ class Peers:
             self._pause(link.member)
         except grpc.RpcError as error:
             log.debug("the stream of node %d ended: %s", link.member.node_id, _said(error))
-        except Exception:
-            log.exception("the stream of node %d ended in a way nobody foresaw", link.member.node_id)
+        except Exception as error:  # noqa: BLE001 - the edge of a task that nobody waits for
+            self._unforeseen(f"the stream of node {link.member.node_id} ended", error)
         log.info("the link to node %d ended", link.member.node_id)
         self._drop(link)
 

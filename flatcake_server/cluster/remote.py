@@ -98,9 +98,9 @@ class RemoteLookup:
         except asyncio.CancelledError:  # the caller gave up
             self.counts["remote_failures"] += 1
             raise
-        except Exception:
+        except Exception as error:  # noqa: BLE001 - the caller has the local blocks
             self.counts["remote_failures"] += 1
-            log.exception("a remote lookup failed in a way nobody foresaw; it ends with the local blocks")
+            self.store.retirement.background.unforeseen("a lookup ends with the local blocks", error)
 
     def _tell_hot(
         self, hot: HotPrefixes, reply: store_pb2.LookupReply, spec: SpaceSpec, keys: KeyArray, held: int
@@ -242,8 +242,8 @@ class RemoteLookup:
             except (FlatCakeError, TimeoutError) as error:
                 log.info("leases of node %d are not renewed: %s", owner[0], error)
                 return
-            except Exception:
-                log.exception("leases of node %d are not renewed, for a reason nobody foresaw", owner[0])
+            except Exception as error:  # noqa: BLE001 - those of other nodes are
+                self.store.retirement.background.unforeseen(f"leases of node {owner[0]} are not renewed", error)
                 return
             for lease_id, loan in loans.items():
                 if loan.lease_id in living:

@@ -48,10 +48,11 @@ class Telling:
         sweeper: Sweeper,
         counts: Counter[str],
         now_s: Callable[[], float],
+        unforeseen: Callable[[str, BaseException], None],
     ) -> None:
         self.publisher = publisher
         self._catalog, self._membership, self._directory = catalog, membership, directory
-        self._sweeper, self._counts, self._now_s = sweeper, counts, now_s
+        self._sweeper, self._counts, self._now_s, self._unforeseen = sweeper, counts, now_s, unforeseen
         self._untold = asyncio.Event()  # something is held that the publisher does not know of
         self._untold.set()
         catalog.watch = self._changed
@@ -70,8 +71,8 @@ class Telling:
         """Segments were published or went: the catalog says so within the same step, which nothing here may fail."""
         try:
             self._wish(segments, visible)
-        except Exception:
-            log.exception("what is held here is told later, for a reason nobody foresaw")
+        except Exception as error:  # noqa: BLE001 - it is told later
+            self._unforeseen("what is held here is told later", error)
             self._counts["directory_failures"] += 1
             if visible:  # an entry of what went costs whom it misleads a round trip, and is taken out then
                 self._untold.set()
@@ -115,8 +116,8 @@ class Telling:
                 await step()
             except FlatCakeError as error:
                 log.info("the directory is %s later: %s", what, error)
-            except Exception:
-                log.exception("the directory is %s later, for a reason nobody foresaw", what)
+            except Exception as error:  # noqa: BLE001 - see above
+                self._unforeseen(f"the directory is {what} later", error)
             else:
                 continue
             self._counts["directory_failures"] += 1

@@ -108,7 +108,7 @@ def test_a_turn_that_nobody_heard_of_goes_with_its_client_or_alone(core):
     for client_goes in (False, True):
         core.do(story(client_goes))
         assert not core.store.turns
-    assert core.node.retirement.background.failures == 0
+    assert core.node.retirement.counts["unforeseen"] == 0
 
 
 def test_turns_given_back_in_any_order_leave_no_hole(core):
@@ -211,7 +211,7 @@ def test_a_tick_that_fails_is_not_the_last(core, monkeypatch):
 
     core.loop.run_until_complete(watch())
     assert len(ticks) >= 3
-    assert core.node.retirement.background.failures >= 2
+    assert core.node.retirement.counts["unforeseen"] >= 2
 
 
 @PACES

@@ -80,7 +80,7 @@ def test_a_lost_path_is_emptied_whatever_goes_wrong_on_the_way(core, monkeypatch
     monkeypatch.setattr(retire, "UNLOAD_AGAIN_S", 0.0)
     core.do(core.lose(1))
     assert len(core.store.catalog) == len(index) == core.node.memory.used_bytes == 0
-    assert core.node.retirement.background.failures == 1
+    assert core.node.retirement.counts["unforeseen"] == 1
     assert "lost is taken out of the tables later" in caplog.text
     assert not core.store.catalog._lost_pools
 

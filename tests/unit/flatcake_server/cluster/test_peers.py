@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 
 import grpc
 import pytest
@@ -21,10 +22,17 @@ from flatcake_server.cluster.credentials import Secrets
 from flatcake_server.cluster.members import Member
 from flatcake_server.cluster.peers import Peers
 from flatcake_server.rpc_admin import AdminClient
+from flatcake_server.tasks import Background
 from flatcake_transport.access import CALL_METADATA, call_proof
 from flatcake_transport.errors import Unavailable
 
 TOKEN = b"0123456789abcdef-the-cluster-s-token"
+
+
+def peers_of(me, cluster, secrets, timeout_s=1.0, counts=None):
+    """Of no node."""
+    unforeseen = Background(Counter() if counts is None else counts).unforeseen
+    return Peers(me, cluster, secrets, timeout_s, 1 << 20, held=lambda _: (), now_s=lambda: 0.0, unforeseen=unforeseen)
 
 
 def test_peers_named_in_a_list_find_each_other_s_prefixes(tmp_path):
@@ -278,15 +286,32 @@ def test_other_clusters_and_formats_are_no_members(tmp_path):
         async with nodes(tmp_path, 1) as (one,):
             me = Member(9, b"9" * 16, "", "1", one.member().fingerprint)
             secrets = one.cluster.peers._secrets
-            other = Peers(me, "other", secrets, 1.0, 1 << 20, held=lambda _: (), now_s=lambda: 0.0)
+            other = peers_of(me, "other", secrets)
             with pytest.raises(Unavailable, match="the peer is of cluster 'other'"):
                 await other.greet(one.address)
             strange = Member(9, b"9" * 16, "", "1", b"another format..")
-            differs = Peers(strange, "flatcake", secrets, 1.0, 1 << 20, held=lambda _: (), now_s=lambda: 0.0)
+            differs = peers_of(strange, "flatcake", secrets)
             assert (await differs.greet(one.address)).node_id == 1
             with pytest.raises(Unavailable, match="does not let us attach"):
                 await differs.attach(one.member())
             assert not differs.usable(one.member()), "it is left alone for a moment"
+
+    run(work())
+
+
+def test_what_fails_behind_a_cluster_s_back_is_counted(tmp_path, monkeypatch, caplog):
+    async def work() -> None:
+        async with nodes(tmp_path) as (one, two):
+
+            async def fails(_member):
+                raise KeyError("the test broke it")
+
+            monkeypatch.setattr(one.cluster.peers, "attach", fails)
+            one.cluster.peers._drop(one.cluster.peers._links[2])
+            one.cluster._meet()
+            await soon(lambda: one.node.reports.stats().counters.unforeseen_total > 0)
+            assert "the test broke it" in caplog.text
+            assert not two.node.reports.stats().counters.unforeseen_total
 
     run(work())
 
@@ -314,13 +339,15 @@ def test_a_stream_that_ends_in_a_way_nobody_foresaw_ends_its_link(monkeypatch, c
 
     async def work() -> None:
         me, owner = Member(1, b"1" * 16, ""), Member(2, b"2" * 16, "127.0.0.1:1")
-        peers = Peers(me, "c", Secrets(), 30.0, 1 << 20, held=lambda _: (), now_s=lambda: 0.0)
+        counts: Counter[str] = Counter()
+        peers = peers_of(me, "c", Secrets(), 30.0, counts)
         monkeypatch.setattr(Peers, "_enter", enter)
         await peers.attach(owner)
         assert peers.linked(owner)
         life.ends.set()
         await soon(lambda: not peers.linked(owner))
         assert "the test broke it" in caplog.text
+        assert counts == {"unforeseen": 1}
         life.ends.clear()
         await peers.attach(owner)
         (watcher,) = peers._watchers

@@ -159,6 +159,7 @@ def test_an_owner_that_is_slow_takes_no_more_than_half_of_a_renewal_s_time(tmp_p
 
             alive, elsewhere = await asyncio.to_thread(ask)
             assert (len(alive), elsewhere) == (1, [])
+            assert one.node.retirement.counts["unforeseen"] == isinstance(error, KeyError)
             assert len(given) == 1
             assert 0 < given[0] < 11, "of the 20 s that the wire gives, and some"
             one.cluster.remote.peers = one.cluster.peers
