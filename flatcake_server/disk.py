@@ -25,7 +25,7 @@ from flatcake_server.cluster.nvmet import withdraw_leftovers
 from flatcake_server.config_checks import ssd_path_refusal
 from flatcake_server.journal import Journal
 from flatcake_server.records import FileId, FileRecord
-from flatcake_server.session import SessionFiles
+from flatcake_server.session import SESSIONS_NAME, SessionFiles
 from flatcake_transport.errors import Overloaded, Unavailable
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Disk:
         if refusal := ssd_path_refusal(self.path, self.quota_bytes):
             raise Unavailable(refusal)
         self._files = SessionFiles(self.path)
-        withdraw_leftovers(self.path)
+        withdraw_leftovers(self.path / SESSIONS_NAME)  # not all below: another daemon may have a directory in ours
         try:
             self._journal = Journal(self.path / "journal")
         except BaseException:

@@ -139,7 +139,7 @@ class NvmeTarget:
         namespace = self._namespace(nsid)
         try:
             namespace.mkdir()
-            _put(namespace / "device_path", str(path))
+            _put(namespace / "device_path", str(path.resolve()))  # see `withdraw_leftovers`
             _put(namespace / "device_uuid", str(uuid))
             _put(namespace / "buffered_io", "0")
             _put(namespace / "enable", "1")
@@ -240,12 +240,13 @@ def withdraw_leftovers(directory: Path, root: Path = CONFIGFS) -> None:
     """End all exports of files below a directory that is this daemon's alone.
 
     Who made them was killed, and may have had another number, cluster or `nvmeof`; the files are about to be cut and deleted.
+    Others' files are not looked at: their disks may hang.
     """
     ours = directory.resolve()
     for namespace in root.glob("subsystems/*/namespaces/*"):
         try:
             exported = Path((namespace / "device_path").read_text().strip())
-            if exported.resolve().is_relative_to(ours):
+            if exported.is_relative_to(ours):
                 _remove_namespace(namespace)
                 log.warning("%s was exported over NVMe-oF by a daemon that is gone; withdrawn", exported)
         except OSError as error:

@@ -13,6 +13,7 @@ from uuid import uuid4
 import pytest
 
 from flatcake_server import disk
+from flatcake_server.cluster import nvmet
 from flatcake_server.cluster.nvme_host import NvmeHost
 from flatcake_server.cluster.nvmet import NvmePort, NvmeTarget, subsystem_nqn, withdraw_leftovers
 from flatcake_server.disk import Disk
@@ -39,10 +40,15 @@ def test_without_a_kernel_target_the_operator_is_told_what_to_do(tmp_path: Path)
 def test_a_path_that_is_taken_is_exported_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What a killed daemon left, whatever number and cluster it had; nothing of others, nor of a path that another daemon has."""
     root, path = tmp_path / "nvmet", tmp_path / "ssd"
-    mine, others, foreign = (
-        root / f"subsystems/{nqn}/namespaces/1" for nqn in (subsystem_nqn("old", 9), subsystem_nqn("c", 8), "nqn.x")
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)  # what lies there cannot be looked at
+    mine, others, within, broken, foreign = (
+        root / f"subsystems/{subsystem_nqn('c', number)}/namespaces/1" for number in range(5)
     )
-    places = {mine: path / "sessions/1", others: tmp_path / "ssd2/sessions/1", foreign: Path("/dev/nvme0n1")}
+    places = {
+        mine: path / "sessions/1", others: tmp_path / "ssd2/sessions/1", within: path / "ssd3/sessions/1",
+        broken: loop / "sessions/1", foreign: Path("/dev/nvme0n1"),
+    }  # fmt: skip
     for namespace, exported in places.items():
         namespace.mkdir(parents=True)
         (namespace / "enable").write_text("1")
@@ -56,7 +62,20 @@ def test_a_path_that_is_taken_is_exported_no_longer(tmp_path: Path, monkeypatch:
     taken = Disk(path, 1, 1 << 20, 4)
     taken.open()
     taken.close()
-    assert [namespace.exists() for namespace in places] == [False, True, True]
+    assert [namespace.exists() for namespace in places] == [False, True, True, True, True]
+
+
+def test_what_was_exported_through_a_link_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    namespaces = tmp_path / "nvmet/subsystems" / NQN / "namespaces"
+    namespaces.mkdir(parents=True)
+    (tmp_path / "disk/sessions").mkdir(parents=True)
+    (tmp_path / "ssd").symlink_to(tmp_path / "disk")
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+    monkeypatch.setattr(nvmet, "_put", lambda attribute, value: attribute.write_text(value))
+    target = NvmeTarget(NQN, [PORT], ["host"], root=tmp_path / "nvmet")
+    target.export(tmp_path / "ssd/sessions/1", uuid4())
+    withdraw_leftovers(tmp_path / "ssd/sessions", tmp_path / "nvmet")
+    assert not list(namespaces.iterdir())
 
 
 def test_a_port_knows_its_family():
