@@ -10,8 +10,8 @@ under the same namespace id for the one it leased. When `withdraw` returns, no r
 begin (the kernel drains the namespace), so its space may be given to others.
 
 Faults survived: a daemon that was killed (the next one on its directories withdraws what is exported of them, `start` clears what
-the subsystem has), a namespace that cannot be withdrawn (it stays counted, and its id is never used again; `withdraw` may be
-tried anew), a file system without O_DIRECT, no kernel module, no root.
+the subsystem has), a namespace that cannot be withdrawn (it stays counted, and its id is not used until `withdraw`,
+tried anew, has ended it), a file system without O_DIRECT, no kernel module, no root.
 
 Blocking, and for one thread. Needs write access to configfs, and nothing else.
 """
