@@ -14,9 +14,9 @@ The figure is against one message of the whole size in shared memory, whose page
 Beside it: `get` of one piece again and again against messages of that piece, and the whole against those, which compares two things.
 
 They take turns; bests are compared. Each turn starts its processes anew, ours as perftest's, because where a process' memory lies and
-how its connection grew makes a difference of a third for as long as it lives. Whoever serves is held on one core and whoever reads
-on another: with two cores the process that gave the order makes the two change places, which costs a sixth, and which those that
-spin never do. Two spinning sides need these two cores to themselves: where others work, as root, `chrt -r 1 python bench/ucx.py`
+how its connection grew makes a difference for as long as it lives. Whoever serves is held on one core and whoever reads
+on another: with two cores the process that gave the order makes the two change places, which slows them down, and which those
+that spin never do. Two spinning sides need these two cores to themselves: where others work, as root, `chrt -r 1 python bench/ucx.py`
 comes before them; else look at the ratios only, over many rounds.
 """
 
