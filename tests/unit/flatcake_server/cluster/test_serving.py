@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 
 import numpy as np
 import pytest
 from core import Core, Yield, chain, suspect
+from opened import open_below
 from waiting import until
 
 from flatcake_server.cluster.doubts import WAITING_MAX, Doubts
@@ -46,7 +46,8 @@ class Served:
         self.peer = core.clients[1]
         found = core.store.lookup(self.peer, SPEC.fingerprint, chain(SPEC, PATH), pin=True)
         self.lease, self.file = found.lease_id, found.runs[0].segment.file_id
-        self.content = core.node.disks[1].files.path_of(self.file).read_bytes()
+        path = core.node.disks[1].files.path_of(self.file)
+        self.files, self.content = path.parent, path.read_bytes()
 
     def stage(self, *ranges: FileRange, peer: int = 0, lease: int = 0, timeout_s: float = 5.0):
         asked = ranges or (FileRange(self.file, 0, PAGE),)
@@ -60,12 +61,8 @@ def served(core):
     core.loop.run_until_complete(made.server.close())
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-
-
 def test_ranges_lie_one_behind_the_other(served):
-    before = descriptors()
+    before = open_below(served.files)
     reply = served.stage(FileRange(served.file, 2 * PAGE, PAGE), FileRange(served.file, 0, 2 * PAGE))
     bytes_ = served.bounce[reply.offset :][: 3 * PAGE].tobytes()
     assert bytes_ == served.content[2 * PAGE : 3 * PAGE] + served.content[: 2 * PAGE]
@@ -76,7 +73,7 @@ def test_ranges_lie_one_behind_the_other(served):
     served.server.unstage(served.peer, [reply.staged_id])
     assert len(served.server) == 0
     assert served.server.counts == {"staged": 1, "staged_bytes": 3 * PAGE}
-    assert descriptors() == before
+    assert open_below(served.files) == before
 
 
 def test_only_files_of_the_peers_own_lease(served):
@@ -110,10 +107,10 @@ def test_what_is_no_range_is_refused(served):
 
 
 def test_beyond_the_file_there_is_nothing(served):
-    before = descriptors()
+    before = open_below(served.files)
     with pytest.raises(Unavailable, match="not read"):
         served.stage(FileRange(served.file, 1 << 40, PAGE))
-    assert descriptors() == before
+    assert open_below(served.files) == before
     assert len(served.server) == 0
 
 
