@@ -87,6 +87,13 @@ def begin(hit: FakeHit, tools: ReadTools, timeout_s: float, **options) -> tuple[
     return Restore(hit, tools, pages, np.arange(hit.blocks), 0, timeout_s, **options), pages
 
 
+def hangs_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command to the one device hangs soon; to the other one never, however busy this machine is."""
+    hangs = pool._Lines._hangs
+    monkeypatch.setattr(pool, "HANGS_S", 0.1)
+    monkeypatch.setattr(pool._Lines, "_hangs", lambda self, device: device != HEALTHY and hangs(self, device))
+
+
 def right(hit: FakeHit, pages: list[np.ndarray], blocks: int) -> bool:
     return all(np.array_equal(kv[:blocks], page[:blocks]) for kv, page in zip(hit.chain.kv, pages, strict=True))
 
@@ -125,7 +132,7 @@ def test_it_stops_no_read_and_no_write_of_another(tmp_path, gate, movers) -> Non
 
 
 def test_what_lies_elsewhere_is_brought_long_before_the_deadline(tmp_path, gate, movers, monkeypatch) -> None:
-    monkeypatch.setattr(pool, "HANGS_S", 0.1)
+    hangs_soon(monkeypatch)
     hit = hit_on(gate, tmp_path / "hit", {1: HEALTHY, 2: HANGING})
     tools = movers.reading(hit, windows=3)
     restore, pages = begin(hit, tools, 600.0)
@@ -149,7 +156,7 @@ def test_a_footer_that_does_not_come_is_no_part_of_a_window_that_is_used(
     tmp_path, gate, movers, monkeypatch, verify
 ) -> None:
     """Its read may land at any time: in memory that nobody else has."""
-    monkeypatch.setattr(pool, "HANGS_S", 0.1)
+    hangs_soon(monkeypatch)
     hit = hit_on(gate, tmp_path / "hit", {1: HANGING, 2: HEALTHY})
     hit.verify = verify
     tools = movers.reading(hit, windows=3)
