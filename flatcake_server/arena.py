@@ -4,7 +4,7 @@ The size is sealed, so nobody can shrink it under a reader: a mapping outlives t
 are huge when the system has them to give, else normal. They are faulted in behind the daemon's back, chunk by chunk, so
 that a node is ready at once whatever its size; a page not yet there costs its first user one fault, nothing else.
 
-Faults survived: no huge pages (normal ones), a chunk that cannot be faulted in (counted; its first user tries again).
+Faults survived: no huge pages (normal ones), a machine whose memory is too small (what is left of it is left alone), a chunk that cannot be faulted in (counted; its first user tries again).
 """
 
 from __future__ import annotations
@@ -15,29 +15,22 @@ import logging
 import mmap
 import os
 import threading
-from pathlib import Path
 from typing import Final
 
+from flatcake_server.machine import HUGE_PAGE_BYTES, free_huge_pages_bytes, free_memory_bytes
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.layout import align_up
 
 log = logging.getLogger(__name__)
 
-HUGE_PAGE_BYTES: Final = 2 << 20
 # 64 MiB a call: some 20 ms of page clearing, after which a stopping daemon is noticed.
 PREFAULT_CHUNK_BYTES: Final = 64 << 20
+# Taking the machine's last memory ahead of need would end processes: engines, for all we know.
+PREFAULT_LEAVES_BYTES: Final = 512 << 20
 _F_ADD_SEALS: Final = 1033
 _SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _MADV_HUGEPAGE: Final = 14
-
-
-def free_huge_pages_bytes() -> int:
-    """Bytes of 2 MiB pages the system has reserved and nobody uses."""
-    try:
-        return HUGE_PAGE_BYTES * int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
-    except (OSError, ValueError):
-        return 0
 
 
 class Arena:
@@ -107,6 +100,14 @@ class Arena:
             if self._stop.is_set():
                 return
             chunk_bytes = min(PREFAULT_CHUNK_BYTES, self._mapped_bytes - offset)
+            if not self.huge_pages and free_memory_bytes() < PREFAULT_LEAVES_BYTES + chunk_bytes:
+                log.warning(
+                    "memory_bytes is %d, and this machine has no more memory to spare after the first %d: the rest is taken when it is "
+                    "used, and the kernel may end processes then; lower memory_bytes",
+                    self.size_bytes,
+                    offset,
+                )
+                return
             where = ctypes.c_void_p(base + offset)
             if libc.madvise(where, ctypes.c_size_t(chunk_bytes), _MADV_POPULATE_WRITE) == 0:
                 self.prefaulted_bytes += chunk_bytes

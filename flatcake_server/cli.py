@@ -89,7 +89,9 @@ def doctor(
 ) -> None:
     """What this machine can do for FlatCake, and why not. Exit code 1: a daemon could not run like this."""
     node = load_config(find_config(config, os.environ), os.environ)
-    findings = examine(path_list(ssd_paths) or list(node.ssd_paths) or [Path.cwd()], node.memory_bytes)
+    findings = examine(
+        path_list(ssd_paths) or list(node.ssd_paths) or [Path.cwd()], node.memory_bytes, huge_pages=node.huge_pages
+    )
     if json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     else:
@@ -112,7 +114,7 @@ def demo(
         bool, typer.Option("--cluster", help="Three nodes and a Redis: a session that moves between them.")
     ] = False,
 ) -> None:
-    """Restore a real model's prefill from the store, in a daemon of its own, and compare every token."""
+    """A real model, with and without the store. In a daemon of its own; every token is compared."""
     command = [sys.executable, "-m", _CLUSTER_DEMO_MODULE if cluster else _DEMO_MODULE, *(["--json"] if json else [])]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from flatcake_server.config import NodeConfig, check_ssd_paths, find_config, load_config, reader_of
+from flatcake_server.config_checks import refuse_too_much_memory
 from flatcake_transport.units import format_duration, format_size, parse_duration, parse_size
 
 _TEXT_COLUMNS = 100
@@ -64,7 +65,7 @@ def _metavar(name: str) -> str:
 def _flag(name: str) -> inspect.Parameter:
     field = NodeConfig.model_fields[name]
     default = "" if field.default_factory else f"  [default: {_plain(name, field.default)}]"
-    several = name in {"ssd_paths", "peers"}
+    several = get_origin(field.annotation) is tuple
     option = typer.Option(
         f"--{name.replace('_', '-')}",
         metavar=_metavar(name),
@@ -84,13 +85,16 @@ def serve_command(run: Callable[[NodeConfig], int]) -> Callable[..., None]:
             sys.stdout.write(config_toml(node))
             return
         check_ssd_paths(node)
+        refuse_too_much_memory(node.memory_bytes, node.huge_pages)
         logging.basicConfig(
             level=node.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
         raise typer.Exit(run(node))
 
     file = typer.Option(
-        "--config", metavar="FILE", help="The TOML file.  [default: ./flatcake.toml or in /etc/flatcake]"
+        "--config",
+        metavar="FILE",
+        help="The TOML file.  [default: $FLATCAKE_CONFIG, ./flatcake.toml or /etc/flatcake/flatcake.toml]",
     )
     shown = typer.Option("--print-config", help="Print what would be served, as TOML, and stop.")
     parameters = [

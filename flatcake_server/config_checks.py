@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from flatcake_server.cluster.nvmet import parse_port
+from flatcake_server.machine import ROOT, free_huge_pages_bytes, total_memory_bytes
 from flatcake_transport.units import (
     Listen,
     approximate_size,
@@ -95,6 +96,21 @@ def refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path], socket_bytes_max: 
                 )
 
 
+def refuse_too_much_memory(memory_bytes: int, huge_pages: str, root: Path = ROOT) -> None:
+    """The kernel gives an arena of any size, and ends processes when it is used: engines, for all we know.
+
+    Raises: ValueError: this machine or container can never hold it. Where huge pages must do, the arena says so.
+    """
+    if huge_pages == "on" or (huge_pages == "auto" and memory_bytes <= free_huge_pages_bytes(root)):
+        return
+    total_bytes = total_memory_bytes(root)
+    if 0 < total_bytes < memory_bytes:
+        raise ValueError(
+            f"memory_bytes is {approximate_size(memory_bytes)}, but there are {approximate_size(total_bytes)} of memory here in all: "
+            "lower it to what the engine leaves"
+        )
+
+
 def ssd_path_refusal(path: Path, quota_bytes: int) -> str:
     """Why an SSD path cannot be used; empty where it can.
 
@@ -106,7 +122,11 @@ def ssd_path_refusal(path: Path, quota_bytes: int) -> str:
         if not path.is_dir():
             return f"{path} is no directory: give a directory on the disk"
         if not os.access(path, os.W_OK | os.X_OK):
-            return f"{path} cannot be written by user {os.getuid()}: change its owner, or the user"
+            if os.statvfs(path).f_flag & os.ST_RDONLY:
+                do = "mount its file system writable, or name it in ReadWritePaths of the systemd unit"
+            else:
+                do = "change its owner, or the user"
+            return f"{path} cannot be written by user {os.getuid()}: {do}"
         total_bytes = shutil.disk_usage(path).total
     except OSError as error:
         return f"{path} cannot be examined: {error.strerror}: look at its disk"

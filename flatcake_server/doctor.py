@@ -22,6 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from flatcake_server.machine import (
+    ROOT,
+    free_huge_pages_bytes,
+    free_memory_bytes,
+    memory_limit_bytes,
+    read_meminfo,
+    read_number,
+)
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.layout import ALIGN_BYTES
 from flatcake_transport.movers.ucx_describe import describe_ucx
@@ -30,7 +38,6 @@ from flatcake_transport.units import approximate_size
 
 State = Literal["yes", "no", "fails"]
 
-_ROOT: Final = Path("/")
 _VERSIONS_OF: Final = (
     "flatcake numpy grpcio protobuf rocksdict uvloop aiohttp xxhash pydantic torch kvikio-cu12 kvikio-cu13 libucx-cu12"
 )
@@ -48,11 +55,13 @@ class Finding:
     advice: str = ""  # what to do about a "no" or "fails"; empty where nothing is lost
 
 
-def examine(ssd_paths: Sequence[Path], memory_bytes: int, root: Path = _ROOT) -> list[Finding]:
+def examine(
+    ssd_paths: Sequence[Path], memory_bytes: int, root: Path = ROOT, *, huge_pages: str = "auto"
+) -> list[Finding]:
     """All probes, in the order people read them."""
     findings = [
         *probe_versions(),
-        probe_memory(memory_bytes, root),
+        probe_memory(memory_bytes, root, huge_pages=huge_pages),
         probe_huge_pages(root),
         probe_memlock(),
         probe_open_files(),
@@ -81,37 +90,24 @@ def probe_versions() -> list[Finding]:
     ]
 
 
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # "max", or not there
-        return None
-
-
-def _meminfo(root: Path) -> dict[str, int]:
-    try:
-        text = (root / "proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    return {name: int(value) for name, value in re.findall(r"^(\w+(?:\(\w+\))?):\s+(\d+)", text, re.MULTILINE)}
-
-
-def probe_memory(memory_bytes: int, root: Path = _ROOT) -> Finding:
+def probe_memory(memory_bytes: int, root: Path = ROOT, *, huge_pages: str = "auto") -> Finding:
     """Whether an arena of `memory_bytes` fits beside what runs here; a container's limit counts too."""
-    available = _meminfo(root).get("MemAvailable", 0) * 1024
-    limit = _number(root / "sys/fs/cgroup/memory.max")
-    used = _number(root / "sys/fs/cgroup/memory.current") or 0
-    room = min(available, max(0, limit - used)) if limit is not None else available
-    detail = f"{approximate_size(room)} free for an arena of {approximate_size(memory_bytes)}"
+    huge_bytes = free_huge_pages_bytes(root) if huge_pages != "off" else 0
+    arena = approximate_size(memory_bytes)
+    if memory_bytes <= huge_bytes:
+        return Finding("memory", "yes", f"{approximate_size(huge_bytes)} of huge pages free for an arena of {arena}")
+    free_bytes, limit = free_memory_bytes(root), memory_limit_bytes(root)
+    detail = f"{approximate_size(free_bytes)} free for an arena of {arena}"
     if limit is not None:
         detail += f", container limit {approximate_size(limit)}"
-    if room >= memory_bytes:
+    if memory_bytes <= free_bytes:
         return Finding("memory", "yes", detail)
-    return Finding("memory", "fails", detail, "lower memory_bytes, or raise the container's memory limit")
+    advice = "lower memory_bytes, or raise the container's memory limit; a daemon that runs here has its arena already"
+    return Finding("memory", "fails", detail, advice)
 
 
-def probe_huge_pages(root: Path = _ROOT) -> Finding:
-    info = _meminfo(root)
+def probe_huge_pages(root: Path = ROOT) -> Finding:
+    info = read_meminfo(root)
     free = info.get("HugePages_Free", 0) * info.get("Hugepagesize", 0) * 1024
     if free:
         return Finding("huge pages", "yes", f"{approximate_size(free)} reserved and free")
@@ -180,7 +176,7 @@ def probe_gpu() -> Finding:
     return Finding("GPU", "yes" if names else "no", detail, "" if names else "the driver sees no device")
 
 
-def probe_gds(root: Path = _ROOT) -> Finding:
+def probe_gds(root: Path = ROOT) -> Finding:
     """GPUDirect Storage: kvikio, a CUDA driver, and nvidia-fs, without which cuFile copies through the CPU."""
     kvikio = next((p for p in ("kvikio-cu13", "kvikio-cu12", "kvikio") if _installed(p)), "")
     driver, why_not = _cuda_driver()
@@ -248,7 +244,7 @@ def probe_direct(path: Path) -> Finding:
     return Finding(name, "fails", "what was read differs from what was written", "do not use this path")
 
 
-def probe_device(path: Path, root: Path = _ROOT) -> Finding:
+def probe_device(path: Path, root: Path = ROOT) -> Finding:
     """The block device under a path and the limits that bound its reads."""
     name = f"device of {path}"
     try:
@@ -268,7 +264,7 @@ def probe_device(path: Path, root: Path = _ROOT) -> Finding:
             continue
         chosen = re.search(r"\[(.+?)\]", text)
         facts.append(f"{label} {chosen[1] if chosen else text}")
-    spins = _number(queue / "rotational") == 1 and not block.resolve().name.startswith(("vd", "sd"))
+    spins = read_number(queue / "rotational") == 1 and not block.resolve().name.startswith(("vd", "sd"))
     advice = "a spinning disk: FlatCake is made for SSD" if spins else ""
     return Finding(name, "no" if spins else "yes", f"{block.resolve().name}: {', '.join(facts)}{limits}", advice)
 
@@ -281,7 +277,7 @@ def _io_limits(root: Path) -> str:
     return f"; container I/O limits: {text.replace(chr(10), ', ')}" if text else ""
 
 
-def probe_ucx(root: Path = _ROOT) -> Finding:
+def probe_ucx(root: Path = ROOT) -> Finding:
     """Which UCX a cluster would read other nodes' memory with, over what, and whether it reaches the RDMA cards."""
     cards = rdma_cards(root / "sys/class/infiniband")
     told = f"RDMA cards: {', '.join(cards) or 'none'}"
@@ -313,7 +309,7 @@ def _module_present(root: Path, module: str) -> bool:
     return False
 
 
-def probe_nvmeof_target(root: Path = _ROOT) -> Finding:
+def probe_nvmeof_target(root: Path = ROOT) -> Finding:
     """Whether this node could export session files to peers."""
     name, advice = "NVMe-oF target", "needed in clusters only: modprobe nvmet nvmet-tcp, as root with configfs mounted"
     if (root / "sys/kernel/config/nvmet").exists():
@@ -327,7 +323,7 @@ def probe_nvmeof_target(root: Path = _ROOT) -> Finding:
     return Finding(name, "no", "nvmet is there but not loaded" if found else "this kernel has no nvmet module", advice)
 
 
-def probe_nvmeof_host(root: Path = _ROOT) -> Finding:
+def probe_nvmeof_host(root: Path = ROOT) -> Finding:
     """Whether this node could read session files that a peer exports."""
     if (root / "dev/nvme-fabrics").exists():
         return Finding("NVMe-oF host", "yes", "/dev/nvme-fabrics")

@@ -35,11 +35,25 @@ def test_bytes_outside_are_refused():
     arena.close()
 
 
-def test_prefault_reaches_every_page_and_a_stop_ends_it():
+def test_prefault_reaches_every_page_and_a_stop_ends_it(monkeypatch):
+    monkeypatch.setattr(arena_module, "free_memory_bytes", lambda: 1 << 40)
     arena = Arena(SIZE)
     arena.start_prefault()
     arena._prefaulter.join(10)
     assert arena.prefaulted_bytes + arena.prefault_failures * arena_module.PREFAULT_CHUNK_BYTES >= SIZE
+    arena.close()
+
+
+def test_prefault_leaves_the_last_memory_of_the_machine_to_others(monkeypatch, caplog):
+    left = iter((1 << 30, 1 << 29))
+    monkeypatch.setattr(arena_module, "free_memory_bytes", lambda: next(left))
+    monkeypatch.setattr(arena_module, "PREFAULT_CHUNK_BYTES", SIZE // 4)
+    arena = Arena(SIZE, "off")
+    arena.start_prefault()
+    arena._prefaulter.join(10)
+    assert not arena._prefaulter.is_alive()
+    assert arena.prefaulted_bytes <= SIZE // 4
+    assert "lower memory_bytes" in caplog.text
     arena.close()
 
 

@@ -38,6 +38,9 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         self.asked.append((request.fingerprint.hex(), request.limit))
         return admin_pb2.JsonReply(json=json.dumps(SESSIONS))
 
+    def ListNodes(self, request, context):
+        return admin_pb2.JsonReply(json="[]")
+
     def ShowSession(self, request, context):
         if request.session != "agent-3":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no session is named {request.session}")
@@ -121,6 +124,11 @@ def test_nothing_stored_is_said_in_words(flatcake, admin, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SESSIONS", [])
     assert flatcake("sessions") == (0, "sessions: none\n", "")
     assert json.loads(flatcake("sessions", "--json")[1]) == []
+
+
+def test_a_node_by_itself_says_so(flatcake, admin):
+    assert flatcake("nodes") == (1, "nodes: none\n", "flatcake: this node is by itself: its option directory is none\n")
+    assert flatcake("nodes", "--json")[:2] == (1, "[]\n")
 
 
 def test_status_says_on_stderr_which_disk_is_out(flatcake, admin):
@@ -208,6 +216,13 @@ def test_serve_takes_every_option_as_a_flag_and_returns_the_daemon_s_code(flatca
     assert seen == [NodeConfig.model_validate(given)]
 
 
+def test_more_memory_than_there_is_starts_no_daemon(flatcake, serves):
+    serves(lambda _: 7)
+    code, _, err = flatcake("serve", "--memory-bytes", "200TiB")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "lower it" in err
+
+
 def test_a_list_is_repeated_or_separated_by_commas(flatcake, serves, tmp_path):
     seen = []
     serves(lambda config: seen.append(config.ssd_paths) or 0)
@@ -216,6 +231,10 @@ def test_a_list_is_repeated_or_separated_by_commas(flatcake, serves, tmp_path):
     flatcake("serve", "--ssd-paths", f"{a},{b}")
     flatcake("serve", "--ssd-paths", f"{a}", "--ssd-paths", f"{b}")
     assert seen == [(a, b), (a, b)]
+    seen.clear()
+    serves(lambda config: seen.append(config.nvmeof_allowed_hosts) or 0)
+    flatcake("serve", "--nvmeof-allowed-hosts", "2", "--nvmeof-allowed-hosts", "3,4")
+    assert seen == [("2", "3", "4")]
 
 
 def test_variables_and_files_reach_the_daemon(flatcake, serves, monkeypatch, tmp_path):
@@ -268,6 +287,7 @@ def test_help_and_version(flatcake):
     code, out, _ = flatcake()
     assert code == 0
     assert all(name in out for name in ("serve", "status", "sessions", "spaces", "check", "doctor", "demo"))
+    assert "..." not in out.split("Commands:")[1]  # each says what it is on its line
     assert flatcake("--version")[1].startswith("flatcake ")
     help_text = flatcake("serve", "--help")[1]
     assert all(f"--{name.replace('_', '-')}" in help_text for name in NodeConfig.model_fields)

@@ -23,6 +23,7 @@ from flatcake_server.config import (
     find_config,
     load_config,
 )
+from flatcake_server.config_checks import refuse_too_much_memory
 
 DESIGN_KEYS = [
     "socket",
@@ -229,6 +230,13 @@ def test_a_disk_that_is_dead_is_refused_and_one_of_several_costs_its_own(monkeyp
     def fails(_path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"cannot be written by user .*: change its owner"):
+        check_ssd_paths(alone)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(ConfigError, match=r"cannot be written by user .* ReadWritePaths"):
+        check_ssd_paths(alone)
+    monkeypatch.undo()
     monkeypatch.setattr(shutil, "disk_usage", fails)
     with pytest.raises(ConfigError, match="cannot be examined: Input/output error"):
         check_ssd_paths(alone)
@@ -241,6 +249,27 @@ def test_a_quota_that_no_disk_there_can_hold_is_refused(monkeypatch, tmp_path):
         check_ssd_paths(config)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 30))
     check_ssd_paths(config)
+
+
+def test_more_memory_than_the_machine_has_is_refused_at_the_start(tmp_path):
+    """The kernel would give it, and end an engine when it is used."""
+    pages = tmp_path / "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
+    limit = tmp_path / "sys/fs/cgroup/memory.max"
+    for file, text in ((tmp_path / "proc/meminfo", "MemTotal: 8388608 kB\n"), (limit, "max\n"), (pages, "0\n")):
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    refuse_too_much_memory(8 << 30, "auto", tmp_path)
+    with pytest.raises(ValueError, match="memory_bytes is 8 GiB, but there are 8 GiB of memory here in all: lower it"):
+        refuse_too_much_memory((8 << 30) + 4096, "auto", tmp_path)
+    limit.write_text(f"{1 << 30}\n")
+    with pytest.raises(ValueError, match="lower it"):
+        refuse_too_much_memory(2 << 30, "auto", tmp_path)
+    pages.write_text("1024\n")  # a container's limit does not count them
+    refuse_too_much_memory(2 << 30, "auto", tmp_path)
+    with pytest.raises(ValueError, match="lower it"):
+        refuse_too_much_memory(2 << 30, "off", tmp_path)
+    refuse_too_much_memory(2 << 30, "on", tmp_path)
+    refuse_too_much_memory(1 << 40, "auto", tmp_path / "nothing to be known")
 
 
 def test_the_socket_is_under_the_runtime_directory_where_run_cannot_be_written(monkeypatch):

@@ -37,6 +37,11 @@ def test_memory_is_what_is_free_here_and_in_the_container(root):
     root("sys/fs/cgroup/memory.current", f"{1 << 30}\n")
     assert doctor.probe_memory(1 << 30, root.path).state == "yes"
     assert doctor.probe_memory((1 << 30) + 1, root.path).state == "fails"
+    root("sys/fs/cgroup/memory.stat", f"anon 4096\ninactive_file {1 << 29}\n")  # the kernel gives it back
+    assert doctor.probe_memory(3 << 29, root.path).state == "yes"
+    root("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "2048\n")
+    assert doctor.probe_memory(4 << 30, root.path).state == "yes"
+    assert doctor.probe_memory(4 << 30, root.path, huge_pages="off").state == "fails"
 
 
 def test_huge_pages_are_reserved_or_transparent_or_none(root):

@@ -1,0 +1,61 @@
+"""How much memory this machine has, or this container may have. `root` is where /proc and /sys are looked for, so that tests can show
+a machine of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path("/")
+HUGE_PAGE_BYTES: Final = 2 << 20
+
+
+def read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # "max", or not there
+        return None
+
+
+def read_meminfo(root: Path = ROOT) -> dict[str, int]:
+    """In the units of the file: mostly KiB."""
+    try:
+        text = (root / "proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    return {name: int(value) for name, value in re.findall(r"^(\w+(?:\(\w+\))?):\s+(\d+)", text, re.MULTILINE)}
+
+
+def memory_limit_bytes(root: Path = ROOT) -> int | None:
+    """Of the container; None: there is none."""
+    return read_number(root / "sys/fs/cgroup/memory.max")
+
+
+def total_memory_bytes(root: Path = ROOT) -> int:
+    """What there can ever be. 0: it cannot be told."""
+    total, limit = read_meminfo(root).get("MemTotal", 0) * 1024, memory_limit_bytes(root)
+    return total if limit is None else min(total, limit)
+
+
+def free_memory_bytes(root: Path = ROOT) -> int:
+    """What could be taken now, beside what runs; reserved huge pages are not in it."""
+    available, limit = read_meminfo(root).get("MemAvailable", 0) * 1024, memory_limit_bytes(root)
+    return available if limit is None else min(available, max(0, limit - _used_bytes(root)))
+
+
+def _used_bytes(root: Path) -> int:
+    """Of the container, without the file cache that the kernel would give back."""
+    used = read_number(root / "sys/fs/cgroup/memory.current") or 0
+    try:
+        text = (root / "sys/fs/cgroup/memory.stat").read_text(encoding="utf-8")
+    except OSError:
+        return used
+    cache = re.search(r"^inactive_file (\d+)", text, re.MULTILINE)
+    return max(0, used - int(cache[1])) if cache else used
+
+
+def free_huge_pages_bytes(root: Path = ROOT) -> int:
+    """Of 2 MiB pages that the system has reserved and nobody uses. A container's memory limit does not count them."""
+    return HUGE_PAGE_BYTES * (read_number(root / "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages") or 0)
