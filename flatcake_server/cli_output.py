@@ -40,6 +40,7 @@ Endpoint = Annotated[
     typer.Option(
         "--endpoint",
         "--socket",
+        metavar="ENDPOINT",
         help="The daemon: unix:///path, /path or host:port.  [default: $FLATCAKE_ENDPOINT, or the configured socket]",
         show_default=False,
     ),

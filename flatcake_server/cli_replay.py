@@ -17,12 +17,12 @@ PASSED_ON: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "h
 
 
 def replay(context: typer.Context) -> None:
-    """Replay a trace in real time, with real bytes, against FlatCake or another store. See its --help."""
+    """A trace in real time, against any store. See its --help."""
     _become("flatcake_client.replay", context)
 
 
 def bench(context: typer.Context) -> None:
-    """Restores and stores on this machine, beside raw reads and a memory copy. See its --help."""
+    """Restores beside what the machine can do. See its --help."""
     _become("flatcake_client.bench", context)
 
 

@@ -36,7 +36,7 @@ _POOL_COLUMNS = (
 
 sessions_app = typer.Typer(help="List, show and drop sessions. Without a command: list.", invoke_without_command=True)
 
-Limit = Annotated[int, typer.Option(min=1, help="At most so many.")]
+Limit = Annotated[int, typer.Option(metavar="N", min=1, help="At most so many.")]
 
 
 def status(endpoint: Endpoint = None, json: Json = False) -> None:
@@ -83,6 +83,8 @@ def nodes(endpoint: Endpoint = None, json: Json = False) -> None:
         print_json(rows)
     else:
         console().print(rows_table("nodes", rows))
+    if not rows:
+        print_error("this node is by itself: its option directory is none")
     if not rows or rows[0]["state"] != "joined":
         raise typer.Exit(EXIT_FOUND)
 
@@ -127,7 +129,11 @@ def list_sessions(
 
 
 @sessions_app.command("show")
-def show_session(name: str, endpoint: Endpoint = None, json: Json = False) -> None:
+def show_session(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As `flatcake sessions` lists it.")],
+    endpoint: Endpoint = None,
+    json: Json = False,
+) -> None:
     """One session: its segments and files."""
     with AdminClient(endpoint_or_default(endpoint)) as client:
         document = client.session(name)
@@ -145,7 +151,7 @@ def show_session(name: str, endpoint: Endpoint = None, json: Json = False) -> No
 
 @sessions_app.command("drop")
 def drop_sessions(
-    names: Annotated[list[str], typer.Argument(help="Sessions to forget.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Sessions to forget.")],
     endpoint: Endpoint = None,
     json: Json = False,
 ) -> None:

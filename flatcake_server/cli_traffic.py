@@ -29,6 +29,7 @@ _STEP_REQUESTS: Final = 512
 Trace = Annotated[
     Path | None,
     typer.Argument(
+        metavar="TRACE",
         help="A trace: flatcake-trace/1, Mooncake's JSONL, or kv-cache-tester's session JSON (a file, or a directory of "
         "them); gzip or plain.",
         show_default=False,
@@ -38,8 +39,10 @@ ProfileName = Annotated[
     str | None,
     typer.Option("--profile", metavar="NAME", help=f"Generated traffic instead of a trace: {', '.join(PROFILES)}."),
 ]
-Sessions = Annotated[int, typer.Option("--sessions", min=0, help="Of the profile. 0: as many as fit its trace.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the profile: another one, other requests.")]
+Sessions = Annotated[
+    int, typer.Option("--sessions", metavar="N", min=0, help="Of the profile. 0: as many as fit its trace.")
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the profile: another one, other requests.")]
 Spread = Annotated[
     str,
     typer.Option("--spread", metavar="DURATION", help="Over which sessions start, where a trace has no starts."),
@@ -75,7 +78,7 @@ def analyze(
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """What a trace says of its reuse: used once, distance, sessions, hit rate against cache size; and what to do."""
+    """How a trace reuses its blocks. Used once, distance, sessions, hit rate against cache size; and what to do."""
     plots = _plots(plot)
     token_bytes = _token_bytes(model, bytes_per_token)
     name, traffic = _read(trace, profile, sessions, seed, spread, save_trace)
@@ -115,13 +118,13 @@ def tune(
     ] = "10GB",
     ssd_rate: Annotated[str, typer.Option("--ssd-rate", metavar="SIZE", help="Restored from SSD in a second.")] = "3GB",
     prefill_rate: Annotated[
-        float, typer.Option("--prefill-rate", min=1, help="Tokens that the engine computes in a second.")
+        float, typer.Option("--prefill-rate", metavar="N", min=1, help="Tokens that the engine computes in a second.")
     ] = 10_000,
     save_trace: Save = None,
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Replay placement and reclaim over candidate settings, and recommend thresholds, arena and SSD sizes."""
+    """Options that fit a trace. Replays placement and reclaim over candidate thresholds, arena and SSD sizes."""
     plots = _plots(plot)
     token_bytes = _token_bytes(model, bytes_per_token)
     rates = Rates(_some_bytes("--memory-rate", memory_rate), _some_bytes("--ssd-rate", ssd_rate), prefill_rate)

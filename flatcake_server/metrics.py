@@ -61,7 +61,7 @@ _COUNTERS: Final = (
     ("flatcake_duplicate_blocks", "duplicate_blocks_total", "Blocks that somebody else had committed first"),
     ("flatcake_sessions_dropped", "sessions_dropped_total", "Sessions dropped by an operator"),
     ("flatcake_files_trimmed", "files_trimmed_total", "Files of idle sessions whose unused tail was given back"),
-    ("flatcake_files_sealed", "files_sealed_total", "Files closed for writing after a failure or a restart"),
+    ("flatcake_files_sealed", "files_sealed_total", "Session files closed for writing after a failed write"),
     ("flatcake_files_unopened", "files_unopened_total", "Files that could not be opened for a reader"),
     ("flatcake_corrupt_segments", "corrupt_segments_total", "Segments that differed from their checksums"),
     ("flatcake_disk_failures", "disk_failures_total", "SSD paths that went out of service"),
