@@ -232,9 +232,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                     return peer_pb2.StageFilesReply(incarnation=self._me.incarnation, staged=staged)
                 except (LookupError, Unavailable) as error:
                     refusal = str(error)
-            # Of these ranges only: the asker goes on asking for others.
-            await context.abort(grpc.StatusCode.ABORTED, refusal)
-            raise AssertionError("abort raises")
+        # Of these ranges only: the asker goes on asking for others.
+        await context.abort(grpc.StatusCode.ABORTED, refusal)
+        raise AssertionError("abort raises")
 
     async def UnstageFiles(  # noqa: N802
         self, request: peer_pb2.UnstageFilesRequest, context: Context

@@ -184,6 +184,25 @@ def test_what_is_read_is_not_dropped_and_what_was_read_is(pair):
         assert kv.hit(tokens) == 0
 
 
+def test_a_file_that_is_gone_there_costs_its_blocks_only_and_is_no_surprise(pair):
+    """Who asks for ranges of it is refused these, goes on asking for others, and the owner has foreseen it."""
+    one, two = pair
+    with connect(one, timeout_s=5) as here, connect(two) as there:
+        kv, far = Kv(here), Kv(there)
+        lost, kept = kv.tokens(10, BLOCKS), kv.tokens(11, BLOCKS)
+        put(two, far, lost, "lost")
+        put(two, far, kept, "kept")
+        failures = cluster_of(two)["files_served"]["staging_failures"]
+        with kv.space.lookup(kv.space.keys(lost)) as hit:
+            next((two.root / "ssd" / "sessions").rglob(f"{hit.runs[0].file_id:016x}.kv")).unlink()
+            assert restored(kv, kv.space.keys(lost), hit) == 0
+        assert kv.hit(kept) == BLOCKS
+        assert cluster_of(two)["files_served"]["staging_failures"] > failures
+        assert "Traceback" not in two.log.read_text()
+        with two.admin() as admin:
+            until(lambda: admin.drop(["lost"])["dropped"] == ["lost"])
+
+
 def test_damaged_bytes_of_another_node_are_a_miss_that_it_is_told_of(pair):
     one, two = pair
     with connect(one, timeout_s=5) as here, connect(two) as there:
