@@ -17,17 +17,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from flatcake_client.lease import Lease
+from flatcake_client.memory_path import JOB_BYTES
 from flatcake_client.progress import DEADLINE, Progress
 from flatcake_client.target import PlacedRun, Target
 from flatcake_client.verify import Verifier
 from flatcake_transport.errors import Corrupt, FlatCakeError, Hangs, Overloaded, Unavailable
 from flatcake_transport.layout import ALIGN_BYTES, align_up
 from flatcake_transport.mover import MemorySpan, Move, Mover, MoverStats, Region, Transfer
-from flatcake_transport.plan import FileRun, Piece, Step, one_by_one, plan_restore
-from flatcake_transport.window import Readable, ReadStream, StagingPool, Window, aligned_buffer
+from flatcake_transport.plan import GAP_BYTES_MAX, FileRun, Piece, Step, one_by_one, plan_restore
+from flatcake_transport.window import PART_BYTES, Readable, ReadStream, StagingPool, Window, aligned_buffer
 
 ENDING_BYTES: Final = 8 << 20  # some 3 ms of reading: what another restore takes from its beginning to its first read
 HUNG_S: Final = 2.0  # a wait for one read after which another restore may begin beside it
@@ -62,6 +64,18 @@ class _Watched:
         """The mover is not ours."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadTools:
+    """What carries bytes to one device."""
+
+    files: Mover
+    memory: Mover
+    staging: StagingPool
+    gap_bytes_max: int = GAP_BYTES_MAX
+    part_bytes: int = PART_BYTES
+    job_bytes: int = JOB_BYTES
+
+
 class FilePath:
     """Reads from session files. `layers_done`: layers of which every wanted block is in place."""
 
@@ -71,30 +85,23 @@ class FilePath:
         target: Target,
         progress: Progress,
         lease: Lease,
-        mover: Mover,
-        memory: Mover,
-        staging: StagingPool,
+        tools: ReadTools,
         files: Callable[[float], Mapping[int, Readable]],
         verifier: Verifier | None,
         late: Callable[[], bool],
         closing: threading.Event,
-        *,
-        gap_bytes_max: int,
-        part_bytes: int,
     ) -> None:
         self._runs = list(runs)
         self._target = target
         self._progress = progress
         self._lease = lease
-        self._mover = _Watched(mover)
-        self._memory = memory
-        self._staging = staging
+        self._tools = tools
+        self._mover = _Watched(tools.files)
         self._files_of = files
         self._files: Mapping[int, Readable] = {}
         self._verifier = verifier
         self._late = late
         self._closing = closing
-        self._gap_bytes_max, self._part_bytes = gap_bytes_max, part_bytes
         self._stream: ReadStream | None = None
         self._planned: deque[Step] = deque()
         self._scattered = (0, 0)  # of the step that is landing: whole pieces, and blocks of the next one
@@ -226,7 +233,7 @@ class FilePath:
         return True
 
     def _window(self, timeout_s: float) -> Window:
-        return self._staging.open_window(timeout_s, lambda: not self._closing.is_set())
+        return self._tools.staging.open_window(timeout_s, lambda: not self._closing.is_set())
 
     def _streaming(self, window: Window) -> ReadStream:
         wanted = [
@@ -240,17 +247,17 @@ class FilePath:
             )
             for placed in self._runs
         ]
-        if self._gap_bytes_max < 0 and self._verifier is None:
+        if self._tools.gap_bytes_max < 0 and self._verifier is None:
             wanted = [block for run in wanted for block in one_by_one(run)]
         self._base = self.layers_done
         steps = plan_restore(
             wanted,
             self._target.planes[self._base :],
             buffer_bytes=window.buffer_bytes,
-            gap_bytes_max=self._gap_bytes_max,
+            gap_bytes_max=self._tools.gap_bytes_max,
             whole_granules=self._verifier is not None,
         )
-        return ReadStream(self._remembered(steps), self._files, self._mover, window, part_bytes=self._part_bytes)
+        return ReadStream(self._remembered(steps), self._files, self._mover, window, part_bytes=self._tools.part_bytes)
 
     def _remembered(self, steps: Iterator[Step]) -> Iterator[Step]:
         for step in steps:
@@ -266,7 +273,7 @@ class FilePath:
             if self._late():
                 self._progress.stop(Unavailable(DEADLINE))
             if not self._progress.over:
-                self._memory.submit([self._move(buffer, *each) for each in came]).wait()
+                self._tools.memory.submit([self._move(buffer, *each) for each in came]).wait()
                 for piece, first, blocks in came:
                     self._progress.put(self._base + piece.layer, piece.position + first, blocks)
         except Unavailable as error:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from flatcake_client.connection import Connection
+from flatcake_client.file_path import ReadTools
 from flatcake_client.handover import Descriptors
 from flatcake_client.lease import Lease
 from flatcake_client.linger import Linger
 from flatcake_client.records import Run
-from flatcake_client.restore import ReadTools
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.mover import Transfer

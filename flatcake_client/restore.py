@@ -26,10 +26,10 @@ from typing import Any, Final, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flatcake_client.file_path import FilePath
+from flatcake_client.file_path import FilePath, ReadTools
 from flatcake_client.keys import KeyArray, host_integers
 from flatcake_client.lease import Lease
-from flatcake_client.memory_path import JOB_BYTES, MemoryPath
+from flatcake_client.memory_path import MemoryPath
 from flatcake_client.progress import CLOSED, DEADLINE, Progress
 from flatcake_client.records import Run
 from flatcake_client.target import PlacedRun, Target, place_runs, split_runs
@@ -38,11 +38,10 @@ from flatcake_client.worth import RemoteRead
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import Corrupt, Unavailable
 from flatcake_transport.layout import SegmentLayout
-from flatcake_transport.mover import Mover, PagedSpan, Slots, Transfer
+from flatcake_transport.mover import PagedSpan, Slots, Transfer
 from flatcake_transport.paged import prepared
-from flatcake_transport.plan import GAP_BYTES_MAX
 from flatcake_transport.space import SpaceSpec
-from flatcake_transport.window import PART_BYTES, Readable, StagingPool
+from flatcake_transport.window import Readable
 
 HOLD_S: Final = 0.1  # what was read ahead is kept so long, then read again: some windows of 32 MiB come back meanwhile
 
@@ -66,18 +65,6 @@ class RestoreStats:
     read_commands: int
     bytes_read: int
     bytes_by_medium: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadTools:
-    """What carries bytes to one device."""
-
-    files: Mover
-    memory: Mover
-    staging: StagingPool
-    gap_bytes_max: int = GAP_BYTES_MAX
-    part_bytes: int = PART_BYTES
-    job_bytes: int = JOB_BYTES
 
 
 class RemoteSource(Protocol):
@@ -153,10 +140,7 @@ class Restore:
 
         def path(runs: Sequence[PlacedRun], source: HitSource | RemoteSource, tools: ReadTools) -> FilePath:
             verifier = _verifier(source, spec, hit.shard, keys)
-            return FilePath(
-                runs, aim, self._progress, source.lease, tools.files, tools.memory, tools.staging, source.files,
-                verifier, late, closing, gap_bytes_max=tools.gap_bytes_max, part_bytes=tools.part_bytes,
-            )  # fmt: skip
+            return FilePath(runs, aim, self._progress, source.lease, tools, source.files, verifier, late, closing)
 
         self._remote: list[FilePath] = []
         self._places = [(source.node_id, source.medium) for source in hit.remote]

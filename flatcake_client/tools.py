@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from flatcake_client.restore import ReadTools
+from flatcake_client.file_path import ReadTools
 from flatcake_client.writer import WriteTools
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import Overloaded, Unavailable

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from images import FAR_ID, Chain
 
+from flatcake_client.file_path import ReadTools
 from flatcake_client.lease import Lease
 from flatcake_client.records import Run
-from flatcake_client.restore import ReadTools
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.layout import SegmentLayout, align_up, segment_layout

@@ -17,8 +17,9 @@ from images import Chain
 from waiting import pause, until
 
 from flatcake_client import file_path
+from flatcake_client.file_path import ReadTools
 from flatcake_client.lease import Lease
-from flatcake_client.restore import ReadTools, Restore
+from flatcake_client.restore import Restore
 from flatcake_client.writer import Turn, WriteTools
 from flatcake_transport.movers import pool, posix
 from flatcake_transport.space import SpaceSpec

@@ -12,7 +12,8 @@ from homes import FakeHome
 from images import Chain
 from waiting import until
 
-from flatcake_client.restore import ReadTools, Restore
+from flatcake_client.file_path import ReadTools
+from flatcake_client.restore import Restore
 from flatcake_client.writer import Turn, WriteTools
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.mover import FileSpan, MemorySpan, Move
