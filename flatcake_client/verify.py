@@ -83,8 +83,9 @@ class Verifier:
         if algorithm == CHECKSUM_NONE:
             return None
         granule_blocks = int(layout.granule_blocks[plane])
-        expected = footer.checksums[slice(*_bounds(layout.granules_of(plane, first_block, blocks)))]
-        actual = granule_checksums(data, granule_blocks * int(layout.plane_bytes[plane]), algorithm)
+        granules = layout.granules_of(plane, first_block, blocks)
+        expected = footer.checksums[granules.start : granules.stop]
+        actual = granule_checksums(data, layout.granule_bytes(plane), algorithm)
         bad = np.flatnonzero(actual != expected)
         if not len(bad):
             return None
@@ -95,7 +96,3 @@ class Verifier:
         self._lease.check()
         self._report([placed.run])
         return Corrupt(f"{placed.run.segment}: {text}")
-
-
-def _bounds(indices: range) -> tuple[int, int]:
-    return indices.start, indices.stop

@@ -106,7 +106,7 @@ class SessionFileReader:
             if algorithm == CHECKSUM_NONE:
                 unchecked += end - first
                 continue
-            granule_bytes = int(layout.granule_blocks[plane] * layout.plane_bytes[plane])
+            granule_bytes = layout.granule_bytes(plane)
             step = max(1, _CHUNK_BYTES // granule_bytes)
             base = footer.file_offset + int(layout.plane_offset[plane])
             plane_end = base + footer.blocks * int(layout.plane_bytes[plane])

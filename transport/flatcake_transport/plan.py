@@ -19,8 +19,7 @@ Loops here run over ranges and reads, never over blocks.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -58,46 +57,24 @@ class Read:
 
 
 def plan_reads(
-    extents: Iterable[Extent],
-    *,
-    gap_bytes_max: int = GAP_BYTES_MAX,
-    read_bytes_max: int,
-    align_bytes: int = ALIGN_BYTES,
+    extents: Sequence[Extent], *, gap_bytes_max: int, read_bytes_max: int, align_bytes: int = ALIGN_BYTES
 ) -> list[Read]:
     """Merge extents of one or more files into reads, filling gaps that cost less than another command.
 
     Args:
-        extents: in bytes; any order; may touch, must not overlap.
+        extents: in bytes; any order; may touch and overlap.
         gap_bytes_max: bytes we accept to read and drop between two extents, counted after both are aligned.
         read_bytes_max: no merge makes a read larger than this; an extent that is larger by itself is one read.
         align_bytes: reads start and end on multiples of this. Two reads may then share one aligned page.
 
     Returns:
         Reads by (file, offset). Every extent is in exactly one.
-
-    Raises:
-        ValueError: two extents overlap, or one is empty or starts below 0.
     """
-    wanted = list(extents)
-    order = sorted(range(len(wanted)), key=lambda i: (wanted[i].file, wanted[i].offset))
-    for i in order:
-        if wanted[i].size_bytes < 1 or wanted[i].offset < 0:
-            raise ValueError(f"{wanted[i]} is no extent: offset from 0 and size from 1 expected")
-    for before, after in itertools.pairwise(order):
-        if wanted[before].file == wanted[after].file and wanted[before].end > wanted[after].offset:
-            raise ValueError(f"{wanted[before]} and {wanted[after]} overlap")
-    return _merge(wanted, order, gap_bytes_max, read_bytes_max, align_bytes)
-
-
-def _merge(
-    wanted: Sequence[Extent], order: Sequence[int], gap_bytes_max: int, read_bytes_max: int, align_bytes: int
-) -> list[Read]:
-    """Reads for extents in `order`, sorted by (file, offset). Unlike plan_reads it takes overlapping extents."""
     reads: list[Read] = []
     members: list[int] = []
     file = start = end = -1
-    for i in order:
-        extent = wanted[i]
+    for i in sorted(range(len(extents)), key=lambda i: (extents[i].file, extents[i].offset)):
+        extent = extents[i]
         first = extent.offset // align_bytes * align_bytes
         last = max(end, align_up(extent.end, align_bytes))
         if members and extent.file == file and first - end <= gap_bytes_max and last - start <= read_bytes_max:
@@ -165,15 +142,12 @@ class Piece(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Whole granules in the buffer: `size_bytes` from `offset` have the checksums `first_granule ..` of the run's segment."""
+    """Whole granules in the buffer, or up to the segment's end: `blocks` of a plane, `size_bytes` from `offset`."""
 
     run: int
     plane: int
     first_block: int  # of the first granule, within the segment
     blocks: int
-    first_granule: int  # index among all checksums of the segment (layout.granule_first)
-    granules: int
-    granule_bytes: int  # the last of a segment may be shorter
     offset: int
     size_bytes: int
 
@@ -296,11 +270,10 @@ def _step(
     *,
     checks: bool,
 ) -> Step:
-    order = sorted(range(len(extents)), key=lambda i: (extents[i].file, extents[i].offset))
-    planned = _merge(extents, order, gap_bytes_max, buffer_bytes, ALIGN_BYTES)
+    planned = plan_reads(extents, gap_bytes_max=gap_bytes_max, read_bytes_max=buffer_bytes)
     if sum(read.size_bytes for read in planned) > buffer_bytes:
         # The gaps do not fit beside the wanted bytes: then each range is read by itself, which always fits.
-        planned = _merge(extents, order, 0, buffer_bytes, ALIGN_BYTES)
+        planned = plan_reads(extents, gap_bytes_max=0, read_bytes_max=buffer_bytes)
     reads: list[StepRead] = []
     place = [0] * len(extents)
     target = 0
@@ -331,15 +304,11 @@ def _piece(run: FileRun, want: _Want, offset: int) -> Piece:
 
 
 def _check(run: FileRun, want: _Want, offset: int) -> Check:
-    granules = run.layout.granules_of(want.plane, want.first, want.end - want.first)
     return Check(
         run=want.run,
         plane=want.plane,
         first_block=want.first,
         blocks=want.end - want.first,
-        first_granule=granules.start,
-        granules=len(granules),
-        granule_bytes=run.layout.granule_bytes(want.plane),
         offset=offset,
         size_bytes=(want.end - want.first) * int(run.layout.plane_bytes[want.plane]),
     )
@@ -353,8 +322,8 @@ class WriteStep:
     plane's padding), then write `size_bytes` from `source_offset` of the buffer to `offset` from the segment's base. A block
     that crosses the border of two steps is gathered in both. Offsets and size of the write are multiples of 4 KiB.
 
-    The checksums `first_granule .. + granules` of the segment are those of `checked_bytes` from `checked_offset` of the
-    buffer, in granules of `granule_bytes`: each granule of the plane is whole in exactly one step.
+    What was gathered from `checked_offset` of the buffer on has the plane's next checksums, in granules of `granule_bytes`:
+    each granule of the plane is whole in exactly one step.
     """
 
     first_block: int
@@ -364,11 +333,8 @@ class WriteStep:
     source_offset: int
     offset: int
     size_bytes: int
-    first_granule: int
-    granules: int
     granule_bytes: int
     checked_offset: int
-    checked_bytes: int
 
 
 def plan_writes(layout: SegmentLayout, plane: int, *, buffer_bytes: int) -> list[WriteStep]:
@@ -389,7 +355,6 @@ def plan_writes(layout: SegmentLayout, plane: int, *, buffer_bytes: int) -> list
         last = first + (buffer_bytes - gather_offset) // plane_bytes
         last = layout.blocks if last >= layout.blocks else last // granule_blocks * granule_blocks
         end = range_bytes if last == layout.blocks else last * plane_bytes // ALIGN_BYTES * ALIGN_BYTES
-        granules = layout.granules_of(plane, whole, last - whole)
         steps.append(
             WriteStep(
                 first_block=first,
@@ -399,11 +364,8 @@ def plan_writes(layout: SegmentLayout, plane: int, *, buffer_bytes: int) -> list
                 source_offset=gather_offset + lead,
                 offset=start + begin,
                 size_bytes=end - begin,
-                first_granule=granules.start,
-                granules=len(granules),
                 granule_bytes=layout.granule_bytes(plane),
                 checked_offset=gather_offset + (whole - first) * plane_bytes,
-                checked_bytes=(last - whole) * plane_bytes,
             )
         )
         begin, whole = end, last

@@ -4,6 +4,7 @@ import pytest
 
 from flatcake_transport.layout import segment_layout
 from flatcake_transport.plan import (
+    GAP_BYTES_MAX,
     Extent,
     FileRun,
     buffer_bytes_min,
@@ -24,19 +25,13 @@ def layout_of(blocks: int, *plane_bytes: int):
 def test_gaps_up_to_64_kib_are_read_along_and_no_larger() -> None:
     near = [Extent(1, 0, 4096), Extent(1, 4096 + 64 * KIB, 4096)]
     far = [Extent(1, 0, 4096), Extent(1, 8192 + 64 * KIB, 4096)]
-    assert len(plan_reads(near, read_bytes_max=MIB)) == 1
-    assert len(plan_reads(far, read_bytes_max=MIB)) == 2
+    assert len(plan_reads(near, gap_bytes_max=GAP_BYTES_MAX, read_bytes_max=MIB)) == 1
+    assert len(plan_reads(far, gap_bytes_max=GAP_BYTES_MAX, read_bytes_max=MIB)) == 2
 
 
 def test_files_are_never_merged() -> None:
-    reads = plan_reads([Extent(2, 4096, 4096), Extent(1, 0, 4096)], read_bytes_max=MIB)
+    reads = plan_reads([Extent(2, 4096, 4096), Extent(1, 0, 4096)], gap_bytes_max=MIB, read_bytes_max=MIB)
     assert [(r.file, r.offset, r.extents) for r in reads] == [(1, 0, (1,)), (2, 4096, (0,))]
-
-
-@pytest.mark.parametrize("extent", [Extent(1, -1, 5), Extent(1, 0, 0)])
-def test_what_is_no_extent(extent: Extent) -> None:
-    with pytest.raises(ValueError, match="no extent"):
-        plan_reads([extent], read_bytes_max=MIB)
 
 
 def test_one_segment_is_one_read_a_layer() -> None:
@@ -138,8 +133,8 @@ def test_a_block_asked_for_twice_comes_twice() -> None:
 
 def test_a_read_is_as_large_as_it_may_be_and_no_larger() -> None:
     extents = [Extent(1, 0, 4096), Extent(1, 4096, 4096)]
-    assert len(plan_reads(extents, read_bytes_max=8192)) == 1
-    assert len(plan_reads(extents, read_bytes_max=8191)) == 2
+    assert len(plan_reads(extents, gap_bytes_max=0, read_bytes_max=8192)) == 1
+    assert len(plan_reads(extents, gap_bytes_max=0, read_bytes_max=8191)) == 2
 
 
 def test_without_merging_every_block_of_every_plane_is_a_read() -> None:

@@ -18,11 +18,8 @@ if TYPE_CHECKING:
     from flatcake_transport.mover import Mover
 
 
-def mover_for(medium: Medium, device: str = "cpu", *, fd: int | None = None) -> Mover:
+def mover_for(medium: Medium, device: str = "cpu") -> Mover:
     """Make the mover that brings bytes of a local medium to a window for `device` ("cpu", or e.g. "cuda:0").
-
-    Args:
-        fd: a session file of this client: GDS is chosen only where kvikio will be able to open it too.
 
     The caller owns and closes it. A `GdsMover` needs a window on the device, the others one in host memory; what a mover
     really does is in its `stats().path`.
@@ -35,6 +32,6 @@ def mover_for(medium: Medium, device: str = "cpu", *, fd: int | None = None) -> 
 
     if medium is Medium.MEMORY:
         return MemoryMover()
-    if device.startswith("cuda") and gds.gds_available(fd) is None:
+    if device.startswith("cuda") and gds.gds_available() is None:
         return gds.GdsMover()
     return PosixMover()

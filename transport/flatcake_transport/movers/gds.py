@@ -39,12 +39,8 @@ IN_FLIGHT_BYTES_MAX: Final = 32 << 20  # the same, in the 4 MiB that kvikio cuts
 THREADS: Final = 4 * COMMANDS_MAX  # kvikio's own default is 1; those of three devices that hang leave a fourth its own
 
 
-def gds_available(fd: int | None = None) -> str | None:
-    """Why the GDS mover cannot be used here, for people; None where it can.
-
-    Args:
-        fd: also try whether this descriptor's file can be opened again, as kvikio will.
-    """
+def gds_available() -> str | None:
+    """Why the GDS mover cannot be used here, for people; None where it can."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -56,11 +52,6 @@ def gds_available(fd: int | None = None) -> str | None:
         importlib.import_module("kvikio")
     except (ImportError, OSError, RuntimeError) as error:
         return f"kvikio cannot be imported: {error}"
-    if fd is not None:
-        try:
-            os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            return f"session files cannot be opened through /proc/self/fd: {error.strerror}"
     return None
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
@@ -198,8 +199,6 @@ class Joined:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits for all, also when one has failed: nothing may touch memory after an error."""
-        import time
-
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         failure: Unavailable | None = None
         for transfer in self._transfers:
