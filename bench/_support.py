@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from flatcake_client.replay.device import file_system
 from flatcake_server.rpc_admin import AdminClient
 from flatcake_transport.window import aligned_buffer
 
@@ -72,15 +73,8 @@ def disk_directory(parent: Path, need_bytes: int) -> Iterator[Path]:
         yield Path(directory)
 
 
-def file_system(path: Path) -> str:
-    """The type of the file system that holds a path."""
-    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    above = [(len(point), kind) for point, kind in mounts if path.is_relative_to(point)]
-    return max(above)[1] if above else "unknown"
-
-
 class Node:
-    """`flatcake serve` in a process of its own, on a directory of ours. A context manager; `restart_s` starts it anew."""
+    """`flatcake serve` in a process of its own, on a directory of ours. A context manager; after `stop` it can `start` again."""
 
     def __init__(self, directory: Path, /, **options: object) -> None:
         self._directory = directory

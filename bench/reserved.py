@@ -22,7 +22,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from _trace import Ids, Request, read_trace
 from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
@@ -33,6 +32,7 @@ from flatcake_server.sizing import SizingPolicy, file_bytes
 from flatcake_transport.footer import footer_bytes
 from flatcake_transport.layout import segment_layout
 from flatcake_transport.space import SpaceSpec
+from flatcake_transport.trace import Ids, Request, read_trace
 
 TOKEN_BYTES = 131_072  # Llama-3.1-8B in bfloat16: 32 layers x 8 KV heads x 128 x K and V x 2 bytes
 LAYERS = 32

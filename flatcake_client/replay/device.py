@@ -55,3 +55,11 @@ def drop_caches() -> bool:
     except OSError:
         return False
     return True
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds a path; bytes on tmpfs never see a disk."""
+    path = path.resolve()
+    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
+    above = [(len(point), kind) for point, kind in mounts if path.is_relative_to(point)]
+    return max(above)[1] if above else "unknown"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from flatcake_client.replay.contents import BODY_EVERY, Contents
-from flatcake_client.replay.device import Device, drop_caches
+from flatcake_client.replay.device import Device, drop_caches, file_system
 from flatcake_client.replay.driver import Engine, Run, pages_slots
 from flatcake_client.replay.maximum import ideal_blocks, oracle_blocks
 from flatcake_client.replay.metrics import run_document, summarise
@@ -34,7 +34,6 @@ from flatcake_transport.window import aligned_buffer
 FORMAT: Final = "flatcake-replay/1"
 SPARE_BYTES: Final = 1 << 30  # of the disk, left to others
 SETTLE_TIMEOUT_S: Final = 30.0
-MEMORY_FILE_SYSTEMS: Final = ("tmpfs", "ramfs")
 
 
 class Watcher(Protocol):
@@ -240,14 +239,6 @@ def _plane_bytes(options: Options, workload: Workload) -> int:
     if block_bytes % options.planes:
         raise ValueError(f"blocks of {block_bytes} bytes do not divide into {options.planes} --planes")
     return block_bytes // options.planes
-
-
-def file_system(path: Path) -> str:
-    """The type of the file system that holds a path; bytes on tmpfs never see a disk."""
-    path = path.resolve()
-    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
-    above = [(len(point), kind) for point, kind in mounts if path.is_relative_to(point)]
-    return max(above)[1] if above else "unknown"
 
 
 def on_signal(sweep: Sweep) -> Callable[[int, object], None]:
