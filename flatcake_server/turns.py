@@ -1,4 +1,4 @@
-r"""A turn being written: what was reserved for it, who writes it, how far they are. Pure.
+r"""A turn being written: what was reserved for it, who writes it, how far they are. It decides, and does nothing.
 
 The daemon reserves, clients move, the daemon commits. Each tensor-parallel shard writes its own planes of the same
 segments; the turn becomes visible when all have committed, so ranks can never disagree on what is stored. A write grant
