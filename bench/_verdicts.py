@@ -1,13 +1,13 @@
-"""What the replays must show, and whether they did: the figures of the issue, from the documents. Pure."""
+"""What the replays must show, and whether they did: the figures of the issue, from the documents; and where others are ahead. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flatcake_client.replay.report import name_of, percent
+from flatcake_client.replay.report import Document, milliseconds, name_of, percent
 
-Document = Mapping[str, Any]
+Run = Mapping[str, Any]
 BUSY = 0.8  # of the time something was being restored: beyond it the disk is saturated
 
 GAP_POINTS_MAX = 0.6
@@ -15,19 +15,57 @@ PREFETCH_RATIO_MAX = 1.3
 AMPLIFICATION_MAX = 1.02
 BANDWIDTH_MIN = 0.95
 
+# What systems are compared in: its name, of a run, whether more is better, and how it is shown.
+COMPARED: tuple[tuple[str, str, bool, Callable[[float], str]], ...] = (
+    ("delivered hit rate", "delivered_hit", True, percent),
+    ("mean TTFT", "ttft_mean_s", False, milliseconds),
+    ("P99 TTFT", "ttft_p99_s", False, milliseconds),
+    ("mean prefetch", "prefetch_mean_s", False, milliseconds),
+    ("SSD bandwidth while restoring", "ssd_bytes_per_s", True, lambda rate: f"{rate / 1e9:.2f} GB/s"),
+)
+
 
 def verdicts(parts: Mapping[str, Sequence[Document]], raw_bytes_per_s: float) -> list[list[str]]:
     """Rows of figure, must, measured, verdict; the heading first."""
     found = [["figure", "must", "measured", ""]]
+    for part, ours, others in _played(parts):
+        found += _of_flatcake(part, ours, raw_bytes_per_s)
+        for other in others:
+            found += _beside(part, ours, other)
+    return found
+
+
+def where_others_win(parts: Mapping[str, Sequence[Document]]) -> list[list[str]]:
+    """Rows of who is ahead of FlatCake, in what and at which loads; the heading first. What is shown alike is level."""
+    found = [["workload", "system", "ahead in", "at load: theirs for ours"]]
+    for part, ours, others in _played(parts):
+        for other in others:
+            both = _at_loads_of_both(ours, other)
+            for what, figure, more, show in COMPARED:
+                pairs = [(theirs["load"], theirs[figure], mine[figure]) for theirs, mine in both]
+                won = [
+                    f"{load:g}: {show(theirs)} for {show(mine)}"
+                    for load, theirs, mine in pairs
+                    if theirs and mine  # 0: nothing was restored
+                    if (theirs > mine) == more and show(theirs) != show(mine)
+                ]
+                if won:
+                    found.append([part, name_of(other), what, "; ".join(won)])
+    return found
+
+
+def _played(parts: Mapping[str, Sequence[Document]]) -> Iterator[tuple[str, Document, list[Document]]]:
+    """Of each part that FlatCake has played: its name, our document, the others'."""
     for part, documents in parts.items():
         ours = next((d for d in documents if d["system"] == "flatcake" and not d["ablation"]), None)
-        if ours is None or not ours["runs"]:
-            continue
-        found += _of_flatcake(part, ours, raw_bytes_per_s)
-        for other in documents:
-            if other is not ours and other["runs"]:
-                found += _beside(part, ours, other)
-    return found
+        if ours is not None and ours["runs"]:
+            yield part, ours, [other for other in documents if other is not ours and other["runs"]]
+
+
+def _at_loads_of_both(ours: Document, other: Document) -> list[tuple[Run, Run]]:
+    """The other's runs and ours, where both came to their end."""
+    mine = {run["load"]: run for run in ours["runs"] if not run["partial"]}
+    return [(run, mine[run["load"]]) for run in other["runs"] if run["load"] in mine and not run["partial"]]
 
 
 def _of_flatcake(part: str, ours: Document, raw_bytes_per_s: float) -> list[list[str]]:
@@ -61,25 +99,19 @@ def _of_flatcake(part: str, ours: Document, raw_bytes_per_s: float) -> list[list
 
 def _beside(part: str, ours: Document, other: Document) -> list[list[str]]:
     """Time to first token at each load that both ran: below the other's, and by how much."""
-    mine = {run["load"]: run for run in ours["runs"]}
+    both = _at_loads_of_both(ours, other)
     rows = []
-    for name, figure in (("mean", "ttft_mean_s"), ("P99", "ttft_p99_s")):
-        both = [(run["load"], run[figure] / mine[run["load"]][figure]) for run in other["runs"]
-                if run["load"] in mine and not run["partial"] and mine[run["load"]][figure] > 0]  # fmt: skip
-        if both:
-            shown = ", ".join(f"{ratio:.2f}" for _, ratio in both)
-            at = "at load " + ", ".join(f"{load:g}" for load, _ in both)
-            met = all(ratio > 1 for _, ratio in both)
+    at = "at load " + ", ".join(f"{theirs['load']:g}" for theirs, _ in both)
+    if both:
+        for name, figure in (("mean", "ttft_mean_s"), ("P99", "ttft_p99_s")):
+            ratios = [theirs[figure] / mine[figure] for theirs, mine in both]
+            shown, met = ", ".join(f"{ratio:.2f}" for ratio in ratios), all(ratio > 1 for ratio in ratios)
             rows.append(_row(f"{part}: {name} TTFT of {name_of(other)} / ours, {at}", "> 1", shown, met=met))
     if other["ablation"] == "memory-off":
-        hits = [(run, mine[run["load"]]) for run in other["runs"] if run["load"] in mine]
         shown = ", ".join(
-            f"{1e3 * theirs['ttft_hit_mean_s']:.0f} for {1e3 * here['ttft_hit_mean_s']:.0f} ms" for theirs, here in hits
+            f"{1e3 * theirs['ttft_hit_mean_s']:.0f} for {1e3 * mine['ttft_hit_mean_s']:.0f} ms" for theirs, mine in both
         )
-        at = ", ".join(f"{theirs['load']:g}" for theirs, _ in hits)
-        rows.append(
-            [f"{part}: mean TTFT of hits with all on SSD for that with a home each, at load {at}", "", shown, ""]
-        )
+        rows.append([f"{part}: mean TTFT of hits with all on SSD for that with a home each, {at}", "", shown, ""])
     delivered = ", ".join(percent(run["delivered_hit"]) for run in other["runs"])
     rows.append([f"{part}: delivered hit rate of {name_of(other)}", "", delivered, ""])
     return rows

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _verdicts import verdicts
+from _verdicts import verdicts, where_others_win
 
 from flatcake_client.raw_reads import raw_read_rates
 from flatcake_client.replay.plots import load_plots
@@ -93,6 +93,7 @@ PARTS = (
         ("--profile", "claude-code", "--profile-sessions", "40"), (), ("flatcake",), "1,4",
     ),
 )  # fmt: skip
+WHY = "Why, as far as we know: [What we saw](../replay.md#what-we-saw). One run a point: a few percent are noise."
 QUICK = ("--sessions", "6", "--turns", "5", "--dense", "2s", "--load", "1,8")
 
 
@@ -194,9 +195,11 @@ def _write(
     tables: list[Table] = []
     text = ["# Replays, side by side", "", f"Made by `{command}`; {machine}.", ""]
     text += ["What the words mean is in [../replay.md](../replay.md). One page with all: [index.html](index.html).", ""]
-    judged = verdicts({part.name: documents for part, documents in pages}, raw_bytes_per_s)
+    parts = {part.name: documents for part, documents in pages}
+    judged, won = verdicts(parts, raw_bytes_per_s), where_others_win(parts)
     text += ["## Figures", "", *_markdown(judged), ""]
-    tables.append(("Figures", judged))
+    text += ["## Where others win", "", *_markdown(won), "", WHY, ""]
+    tables += [("Figures", judged), ("Where others win", won)]
     if notes:
         text += ["What did not run, or not to its end:", "", *(f"- {note}" for note in notes), ""]
         tables.append(("What did not run, or not to its end", [["run"], *([note] for note in notes)]))

@@ -29,7 +29,7 @@ def load(name: str) -> ModuleType:
 
 
 report = load("replay_report")
-verdicts = load("_verdicts").verdicts
+verdicts, where_others_win = load("_verdicts").verdicts, load("_verdicts").where_others_win
 
 
 def run(load: float, **figures: Any) -> dict[str, Any]:
@@ -92,6 +92,24 @@ def test_a_peer_that_wins_at_one_load_is_said_and_only_common_whole_loads_count(
     assert found["p: delivered hit rate of other"][1] == ""
 
 
+def test_where_others_win_is_told_by_system_figure_and_load():
+    ours = document("flatcake", run(1), run(2), run(4), run(8, partial=True))
+    peer = document(
+        "other",
+        run(1, delivered_hit=0.81),
+        run(2, ttft_p99_s=1.9, ssd_bytes_per_s=1 * GB),
+        run(4, ttft_p99_s=1.5, prefetch_mean_s=0.0),
+        run(8, ttft_mean_s=0.1),
+    )
+    without = document("flatcake", run(4, ttft_mean_s=0.9), ablation="one-queue")
+    level = document("level", run(1, delivered_hit=0.80001, ttft_mean_s=0.9999))
+    assert where_others_win({"p": [ours, peer, without, level], "q": [peer]})[1:] == [
+        ["p", "other", "delivered hit rate", "1: 81.00% for 80.00%"],
+        ["p", "other", "P99 TTFT", "2: 1,900 ms for 2,000 ms; 4: 1,500 ms for 2,000 ms"],
+        ["p", "flatcake one-queue", "mean TTFT", "4: 900 ms for 1,000 ms"],
+    ]
+
+
 def test_what_the_wrong_home_costs_is_told_without_a_verdict():
     off = document("flatcake", run(1, ttft_hit_mean_s=0.7), ablation="memory-off")
     (told,) = [row for name, row in judged(document("flatcake", run(1)), off).items() if "all on SSD" in name]
@@ -132,3 +150,5 @@ def test_the_page_has_the_figures_of_its_reports():
     rounded = [row for row in rows if "/ raw, best load" in row]  # the rate is told to two digits
     assert [row for row in shown if "/ raw, best load" not in row] == [row for row in rows if row not in rounded]
     assert len([row for row in shown if "/ raw, best load" in row]) == len(rounded)
+    shown = text.split("## Where others win\n\n")[1].split("\n\n")[0].splitlines()
+    assert shown == report._markdown(where_others_win(parts))
