@@ -1,8 +1,8 @@
 """A replay's restores beside a program that reads the same bytes at the same times and does nothing else.
 
-    restores     flatcake replay, real time, stores beside it; each restore's and store's time and size are kept
-    reads        preadv of each restore's bytes, begun when it began, from where its session lies, into touched memory
-    with writes  the same, and each store's bytes written and synced, begun when it began
+    restores    flatcake replay, real time, stores beside it; each restore's and store's time and size are kept
+    reads       preadv of each restore's bytes, begun when it began, from where its session lies, into touched memory
+    and writes  the same, and each store's bytes written and synced, begun when it began
 
 Raw reads of one file without a pause (bench/restore.py) are another limit: here restores are short, many begin on an idle
 disk, and stores want the same disk. Bandwidth is bytes over the time in which at least one restore was under way, as in
@@ -147,7 +147,7 @@ def main() -> None:
                 document = replayed(part, args.traces, directory, load)
                 (run,) = document["runs"]
                 raw = Replayed(run["records"], document["budget"]["block_bytes"], directory)
-                for name, writes in (("reads", False), ("with writes", True)):
+                for name, writes in (("the same reads alone", False), ("the same reads and writes alone", True)):
                     intervals = raw.run(writes=writes)
                     there = run["ssd_bytes"] / covered_s(intervals)
                     here_ms, there_ms = (
@@ -155,9 +155,8 @@ def main() -> None:
                         1e3 * mean([end - begin for begin, end in intervals]),
                     )
                     detail = f"{run['ssd_bytes_per_s'] / 1e9:.2f} of {there / 1e9:.2f} GB/s; {here_ms:.1f} and {there_ms:.1f} ms each"
-                    report.add(
-                        f"{part.name}, load {load}: restores / {name}", run["ssd_bytes_per_s"] / there, detail=detail
-                    )
+                    what = f"{part.name}: SSD bandwidth while restoring / {name}, load {load}"
+                    report.add(what, run["ssd_bytes_per_s"] / there, detail=detail)
                 raw.close()
     report.show(as_json=args.json)
 

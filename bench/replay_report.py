@@ -11,6 +11,9 @@ peer whose environment is missing is left out, and said. The whole takes about t
     chat     Mooncake's conversation trace: short contexts; with memory-off: what the wrong home costs short chats
     small    heavy again with half the room its blocks need, beside an oracle that knows which session comes back last
 
+Restores stand beside raw reads of one file without a pause, and, at load 1, beside a program that does nothing but their reads and
+stores' writes at the same times (bench/replay_raw.py): what the disk had to give to that traffic.
+
 Made dense: arrivals at load 1 take `dense_s`, so that the lowest load leaves the disk idle and the highest asks for a multiple of it.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
+import json
 import os
 import platform
 import shlex
@@ -46,6 +50,7 @@ NONE_LOADS = "0.5,2,8"  # saturated by prefill long before: each takes as long a
 ABLATIONS = ("one-queue", "eviction-layout", "no-merge", "window-of-one", "memory-off")
 PLOTS = ("hit-rate", "ttft-mean", "ttft-p99", "prefetch", "bandwidth")  # the rest stands in the table
 RAW_BYTES, RAW_ROUNDS = 1 << 30, 2
+SAME_READS, SAME_READS_LOAD = "same-reads.json", "1"  # bench/replay_raw.py: what it says, and at which load
 JOB_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 COMMON = (
@@ -119,6 +124,7 @@ def main() -> None:
                     documents += read_documents([file])
             if documents:
                 pages.append((part, documents))
+        notes += _same_reads(Path(scratch), told)
     minutes = (time.monotonic() - began_s) / 60
     machine = (
         f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC, {minutes:.1f} min, {os.cpu_count()} cores, {platform.machine()}, "
@@ -176,6 +182,33 @@ def _replay(part: Part, system: str, ablation: str, scratch: Path, file: Path, t
     return "" if process.returncode == 0 else f"exit code {process.returncode}: {said.strip().splitlines()[-1:]}"
 
 
+def _same_reads(scratch: Path, told: argparse.Namespace) -> list[str]:
+    """Restores beside a program of the same reads and writes, kept in --out; what went wrong, if something did."""
+    parts = [part.name for part in PARTS if len(part.systems) > 1 and part.name in (told.parts or part.name).split(",")]
+    if (
+        told.quick
+        or (told.reuse and (told.out / SAME_READS).exists())
+        or "flatcake" not in (told.systems or "flatcake")
+    ):
+        return []
+    command = [sys.executable, str(Path(__file__).with_name("replay_raw.py")), "--parts", ",".join(parts), "--json"]
+    command += ["--load", SAME_READS_LOAD, "--dir", str(scratch), "--traces", str(told.traces)]
+    print("-- the same reads and writes, and nothing else", flush=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        return [f"the same reads alone: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"]
+    (told.out / SAME_READS).write_text(done.stdout, encoding="utf-8")
+    return []
+
+
+def same_reads_rows(file: Path) -> list[list[str]]:
+    """Rows for the table of figures, from what bench/replay_raw.py said."""
+    if not file.exists():
+        return []
+    figures = json.loads(file.read_text(encoding="utf-8"))["figures"]
+    return [[each["name"], "", f"{each['measured']:.2f}: {each['detail']}", ""] for each in figures]
+
+
 def _raw(directory: Path, rounds: int) -> tuple[float, str]:
     """The best of a sweep of raw reads: what a disk that is never idle gives."""
     best = max(raw_read_rates(directory, RAW_BYTES, rounds), key=lambda pair: pair[1])
@@ -197,6 +230,7 @@ def _write(
     text += ["What the words mean is in [../replay.md](../replay.md). One page with all: [index.html](index.html).", ""]
     parts = {part.name: documents for part, documents in pages}
     judged, won = verdicts(parts, raw_bytes_per_s), where_others_win(parts)
+    judged += same_reads_rows(out / SAME_READS)
     text += ["## Figures", "", *_markdown(judged), ""]
     text += ["## Where others win", "", *_markdown(won), "", WHY, ""]
     tables += [("Figures", judged), ("Where others win", won)]

@@ -137,6 +137,15 @@ def test_a_part_runs_its_systems_and_then_what_is_taken_out_of_ours():
     assert list(report._lines(small, told())) == [("flatcake", "")]
 
 
+def test_the_same_reads_alone_are_told_without_a_verdict(tmp_path):
+    file = tmp_path / report.SAME_READS
+    assert report.same_reads_rows(file) == []
+    file.write_text(
+        '{"figures": [{"name": "chat: restores / reads", "measured": 0.891, "detail": "0.67 of 0.75 GB/s"}]}'
+    )
+    assert report.same_reads_rows(file) == [["chat: restores / reads", "", "0.89: 0.67 of 0.75 GB/s", ""]]
+
+
 def test_the_page_has_the_figures_of_its_reports():
     """docs/replay/README.md against the JSON beside it: nobody has mended a number by hand."""
     text = (PAGE / "README.md").read_text(encoding="utf-8")
@@ -145,7 +154,8 @@ def test_the_page_has_the_figures_of_its_reports():
     for part in report.PARTS:
         files = [PAGE / f"{part.name}-{ablation or system}.json" for system, ablation in report._lines(part, told())]
         parts[part.name] = read_documents([file for file in files if file.exists()])
-    rows = report._markdown(verdicts(parts, float(raw_gb_s) * GB))
+    judged = verdicts(parts, float(raw_gb_s) * GB) + report.same_reads_rows(PAGE / report.SAME_READS)
+    rows = report._markdown(judged)
     shown = text.split("## Figures\n\n")[1].split("\n\n")[0].splitlines()
     rounded = [row for row in rows if "/ raw, best load" in row]  # the rate is told to two digits
     assert [row for row in shown if "/ raw, best load" not in row] == [row for row in rows if row not in rounded]
