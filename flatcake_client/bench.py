@@ -7,7 +7,6 @@ what else the machine does costs time and gives none. Each store is the first in
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import flatcake_client as fc
+from flatcake_client.arguments import Parser
 from flatcake_client.raw_reads import raw_read_rates
 from flatcake_client.replay.node import Node
 from flatcake_transport.errors import FlatCakeError, Unavailable
@@ -171,6 +171,16 @@ def run(parent: Path, size_bytes: int, rounds: int, say: Say) -> dict[str, Any]:
     }
 
 
+def _refuse(folder: Path, size_bytes: int, rounds: int) -> None:
+    """Raises: ValueError: nothing can be measured with these."""
+    if not folder.is_dir():
+        raise ValueError(f"--dir {folder} is no directory: give one on the disk to measure")
+    if size_bytes < BLOCK_BYTES:
+        raise ValueError(f"--size is {BLOCK_BYTES >> 20}MiB or more, not {approximate_size(size_bytes)}")
+    if rounds < 1:
+        raise ValueError(f"--rounds is 1 or more, not {rounds}")
+
+
 def _show(document: dict[str, Any], console: Console) -> None:
     title = f"{approximate_size(document['size_bytes'])} on {document['directory']}"
     table = Table("", "GB/s", "of", "the machine, GB/s", title=title, title_justify="left", title_style="bold")
@@ -184,9 +194,7 @@ def _show(document: dict[str, Any], console: Console) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0; 1: wrong bytes came back; 2: the command is wrong; 3: it cannot run here."""
-    parser = argparse.ArgumentParser(
-        prog="flatcake bench", description="Restores and stores on this machine, beside raw reads and a memory copy."
-    )
+    parser = Parser("flatcake bench", "Restores and stores on this machine, beside raw reads and a memory copy.")
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk to measure (default: here)")
     parser.add_argument("--size", default="1GiB", help="bytes stored and restored at once (default 1GiB)")
     parser.add_argument("--rounds", type=int, default=5, help="of which the best counts (default 5)")
@@ -197,12 +205,12 @@ def main(arguments: list[str] | None = None) -> int:
     errors = Console(stderr=True, highlight=False)
     try:
         size_bytes = parse_size(told.size)
-        if size_bytes < BLOCK_BYTES or told.rounds < 1 or not told.dir.is_dir():
-            raise ValueError(f"--size is {BLOCK_BYTES >> 20}MiB or more, --rounds 1 or more, --dir a directory")  # noqa: TRY301
+        _refuse(told.dir, size_bytes, told.rounds)
         with errors.status("starting", spinner="dots") as status:
             document = run(told.dir.absolute(), size_bytes, told.rounds, status.update)
     except (ValueError, WrongBytes, FlatCakeError, OSError) as error:
-        errors.print(f"flatcake bench: {' '.join(str(error).split())}", markup=False, soft_wrap=True)
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        errors.print(f"flatcake bench: {' '.join(said.split())}", markup=False, soft_wrap=True)
         return {ValueError: EXIT_USAGE, WrongBytes: EXIT_WRONG}.get(type(error), EXIT_UNAVAILABLE)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -29,6 +29,7 @@ from flatcake_transport.access import Access, access_of
 from flatcake_transport.address import Address, Medium
 from flatcake_transport.endpoint import grpc_target
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
+from flatcake_transport.reach import unreached
 from flatcake_transport.remote import unseal_memory
 from flatcake_transport.served import FileRange, StagedRanges
 from flatcake_transport.space import SpaceSpec
@@ -303,7 +304,9 @@ class Rpc:
             if timeout_s >= SILENCE_MIN_S:
                 self._silent_until_s = self._now_s() + SILENCE_PAUSE_S
             return Unavailable(f"the daemon did not answer in {timeout_s:.3g} s")
-        self._broken = self._broken or code is grpc.StatusCode.UNAVAILABLE
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self._broken = True
+            text = unreached(self._target) or text
         kinds: dict[grpc.StatusCode, type[Exception]] = {
             grpc.StatusCode.FAILED_PRECONDITION: Stale,
             grpc.StatusCode.NOT_FOUND: Unknown,

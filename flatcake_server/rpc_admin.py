@@ -18,6 +18,7 @@ from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc
 from flatcake_transport.access import Access, access_of
 from flatcake_transport.endpoint import grpc_target
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
+from flatcake_transport.reach import unreached
 
 # A list of a million sessions is some 300 MB of JSON; a node has at most a few thousand worth listing.
 _REPLY_BYTES_MAX: Final = 512 << 20
@@ -52,9 +53,9 @@ class AdminClient:
     def __init__(self, endpoint: str, *, timeout_s: float = 10.0) -> None:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
-        target = grpc_target(endpoint)
-        access = Access() if target.startswith("unix:") else access_of(os.environ)
-        self._channel = _channel(target, access)
+        self._target = grpc_target(endpoint)
+        access = Access() if self._target.startswith("unix:") else access_of(os.environ)
+        self._channel = _channel(self._target, access)
         self._metadata = access.metadata
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
 
@@ -114,7 +115,8 @@ class AdminClient:
             return Corrupt(said)
         if code is grpc.StatusCode.UNAVAILABLE:
             return Unavailable(
-                f"no daemon answers at {self._endpoint}: start one with `flatcake serve`, or name its socket with --endpoint"
+                unreached(self._target)
+                or f"no daemon answers at {self._endpoint}: start one with `flatcake serve`, or name its socket with --endpoint or FLATCAKE_ENDPOINT"
             )
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return Unavailable(

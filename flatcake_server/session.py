@@ -284,7 +284,7 @@ def lock_path(root: Path, *, shared: bool = False) -> int:
         except BlockingIOError as error:
             holder = _holder(fd)
             os.close(fd)
-            raise PathInUse(f"{root} is in use by {holder}: one daemon a path") from error
+            raise PathInUse(f"{root} is in use by {holder}: stop that first, one daemon a path") from error
         except BaseException:
             os.close(fd)
             raise

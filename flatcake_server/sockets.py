@@ -33,7 +33,9 @@ def take_socket(path: Path) -> None:
             except ConnectionRefusedError:
                 path.unlink()  # left by a daemon that was killed
             except OSError as error:
-                raise Unavailable(f"whether a daemon is at {path} cannot be told: {error}") from error
+                raise Unavailable(
+                    f"whether a daemon is at {path} cannot be told: {error.strerror}: choose another --socket"
+                ) from error
             else:
                 raise Unavailable(f"another daemon answers at {path}: stop it, or choose another --socket")
     elif path.exists():

@@ -5,7 +5,6 @@ Exit code 0: everything is as it should be; 1: not so; 3: the demo cannot run he
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import logging
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from flatcake_client.arguments import Parser
 from flatcake_client.engines.demo_processes import DemoFailed
 
 Say = Callable[[str], None]
@@ -50,7 +50,7 @@ def command(
         needs: Python modules, and the extra that brings each.
         tell: runs it, in a directory of its own below the given one. May raise DemoFailed.
     """
-    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser = Parser(program, description)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--directory", type=Path, help="where session files go meanwhile (default: a temporary one)")
     options = parser.parse_args(arguments)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from flatcake_client.arguments import Parser
 from flatcake_client.replay.systems import ABLATIONS
 from flatcake_client.replay.workload import Shaping
 from flatcake_transport.profiles import PROFILES
@@ -137,10 +138,10 @@ def _typed(parse_text: Callable[[object], float]) -> Callable[[str], float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="flatcake replay",
-        description="Replay a trace in real time, with real bytes, against a store of KV blocks.",
-        epilog="Sizes like 512MiB or 4GB, durations like 30s or 5m. Ctrl-C leaves the report of what was done. docs/replay.md",
+    parser = Parser(
+        "flatcake replay",
+        "Replay a trace in real time, with real bytes, against a store of KV blocks.",
+        "Sizes like 512MiB or 4GB, durations like 30s or 5m. Ctrl-C leaves the report of what was done. docs/replay.md",
     )
     size, seconds = _typed(parse_size), _typed(parse_duration)
     _trace_options(parser, seconds)

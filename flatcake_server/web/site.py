@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import socket
 from collections.abc import Callable
 from importlib import resources
@@ -19,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from flatcake_server.metrics import CONTENT_TYPE, exposition
 from flatcake_server.stats import StoreStats
+from flatcake_transport.errors import Unavailable
 from flatcake_transport.units import Listen
 
 log = logging.getLogger(__name__)
@@ -87,7 +89,7 @@ async def start_web(application: web.Application, listen: Listen) -> tuple[web.A
         The runner, and where it listens: the port the kernel chose where `listen.port` is 0.
 
     Raises:
-        OSError: the address is taken or not of this machine; `filename` names it.
+        Unavailable: the address is taken or not of this machine.
     """
     logger = logging.Logger(f"{__name__}.http")  # noqa: LOG001 - of this site alone: so is its filter
     logger.parent = log
@@ -104,5 +106,6 @@ async def start_web(application: web.Application, listen: Listen) -> tuple[web.A
         await web.SockSite(runner, bound).start()
     except OSError as error:
         await runner.cleanup()
-        raise OSError(error.errno, error.strerror, f"http_listen {listen}") from error
+        why = os.strerror(error.errno) if error.errno else error
+        raise Unavailable(f"cannot listen on {listen}: {why}: choose another --http-listen") from error
     return runner, Listen(listen.host, bound.getsockname()[1])

@@ -58,10 +58,20 @@ def test_another_home_is_another_figure(daemon, client):
 
 
 @pytest.mark.usefixtures("stops")
-@pytest.mark.parametrize("arguments", [["--size", "1MiB"], ["--size", "much"], ["--rounds", "0"], ["--dir", "/nope"]])
-def test_what_cannot_be_measured_is_refused(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--size", "1MiB"], "--size is 4MiB or more, not 1 MiB"),
+        (["--size", "much"], "is no size"),
+        (["--rounds", "0"], "--rounds is 1 or more"),
+        (["--dir", "/nope"], "--dir /nope is no directory"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments, said, capsys):
     assert main(arguments) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert said in err
 
 
 @pytest.mark.usefixtures("stops")

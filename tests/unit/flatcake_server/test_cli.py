@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +120,16 @@ def test_tables_show_units_and_leave_markup_alone(flatcake, admin):
     assert "ago" in out
     assert "32 x 4096" in flatcake("spaces")[1]
     assert "ssd@0+0x1000" in flatcake("sessions", "show", "agent-3")[1]
+
+
+def test_a_socket_of_others_is_no_daemon_that_is_down(flatcake, admin, monkeypatch, tmp_path):
+    with socket.socket(socket.AF_UNIX) as closed:  # nobody listens there
+        closed.bind(str(tmp_path / "closed.sock"))
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        code, _, err = flatcake("status", "--endpoint", str(tmp_path / "closed.sock"))
+    assert code == 3
+    assert "may not connect to" in err
+    assert "join the group" in err
 
 
 def test_nothing_stored_is_said_in_words(flatcake, admin, monkeypatch):

@@ -162,7 +162,10 @@ def test_a_process_of_its_own_holds_the_path(files, tmp_path):
     other = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "ssd")], capture_output=True, text=True, check=False
     )
-    assert f"PathInUse: {tmp_path / 'ssd'} is in use by process {os.getpid()}: one daemon a path" in other.stderr
+    assert (
+        f"PathInUse: {tmp_path / 'ssd'} is in use by process {os.getpid()}: stop that first, one daemon a path"
+        in other.stderr
+    )
     assert snapshot(tmp_path) == before, "who is refused leaves no trace"
     assert (tmp_path / "ssd/flatcake.lock").read_text() == f"{os.getpid()}\n"
 

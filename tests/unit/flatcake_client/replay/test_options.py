@@ -44,6 +44,17 @@ def test_sizes_and_durations_have_units(capsys):
     assert "is no size" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["x", "--profil", "chat"], ["x", "--nothing"], ["x", "--limit", "few"]])
+def test_an_unknown_option_is_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("flatcake replay: ")
+    assert said.endswith("See flatcake replay --help.\n")
+    assert said.count("\n") == 1
+
+
 def test_an_adapter_names_its_system():
     assert parse(["x", "--adapter", "somewhere/mine.py"]).system == "mine"
     assert parse(["x", "--system", "mooncake", "--adapter", "a.py"]).system == "mooncake"
