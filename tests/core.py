@@ -30,6 +30,8 @@ from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.footer import CHECKSUM_XXH3
 from flatcake_transport.space import SpaceSpec
 
+ONE = SpaceSpec("one", "u8", 16, (4096,))  # a page a block
+
 BOOT_ID = b"one boot of many"
 FAULTS = ("create", "write_footer", "truncate", "delete", "list", "journal")
 

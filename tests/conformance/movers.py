@@ -139,15 +139,9 @@ def check_files(setting: Setting, path: Path) -> None:
     spans = [(0, PAGE), (PAGE, 3 << 20), (8192, 1), (12_345, 54_321), ((5 << 20) - 1, 1)]
     targets = [setting.to(aligned(np.zeros(size, np.uint8))) for _, size in spans]
     moves = [Move(FileSpan(fd, at, size), MemorySpan(t)) for (at, size), t in zip(spans, targets, strict=True)]
-    threads = [threading.Thread(target=lambda m=m: mover.submit([m]).wait(30)) for m in moves]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    check_at_once(mover, moves)
     for (at, size), target in zip(spans, targets, strict=True):
         assert np.array_equal(setting.back(target), content[at : at + size])
-    stats = mover.stats()
-    assert (stats.moves, stats.bytes_moved, stats.failures) == (len(spans), sum(size for _, size in spans), 0)
     written = random_bytes(4, 2 << 20)
     mover.submit([Move(MemorySpan(setting.to(aligned(written))), FileSpan(fd, 7 * PAGE, len(written)))]).wait(30)
     expected = content.copy()
@@ -189,21 +183,26 @@ def check_short_file(setting: Setting, path: Path) -> None:
     mover.close()
 
 
+def check_at_once(mover: Mover, moves: list[Move]) -> None:
+    """The first moves of a mover, from a thread each: all land, and are counted."""
+    threads = [threading.Thread(target=lambda m=m: mover.submit([m]).wait(30)) for m in moves]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stats = mover.stats()
+    assert (stats.moves, stats.bytes_moved, stats.failures) == (len(moves), sum(m.source.size_bytes for m in moves), 0)
+
+
 def check_remote(setting: Setting, expose: Callable[[np.ndarray], tuple[np.ndarray, RemoteMemory]]) -> None:
     mover = setting.make()
     content, memory = expose(random_bytes(6, 9 << 20))
     spans = [(0, 9 << 20), (0, 0), (7, 1), (12_345, 54_321), ((4 << 20) - 1, 2), ((9 << 20) - 1, 1), (PAGE, 8 << 20)]
     targets = [setting.to(np.zeros(size, np.uint8)) for _, size in spans]
     moves = [Move(RemoteSpan(memory, at, size), MemorySpan(t)) for (at, size), t in zip(spans, targets, strict=True)]
-    threads = [threading.Thread(target=lambda m=m: mover.submit([m]).wait(30)) for m in moves]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    check_at_once(mover, moves)
     for (at, size), target in zip(spans, targets, strict=True):
         assert np.array_equal(setting.back(target), content[at : at + size])
-    stats = mover.stats()
-    assert (stats.moves, stats.bytes_moved, stats.failures) == (len(spans), sum(size for _, size in spans), 0)
     half = setting.to(np.zeros(3 << 20, np.uint8))  # into registered memory, and beside it nothing changes
     mover.register(Region(address_of(half), len(half), "cpu", half))
     mover.submit([Move(RemoteSpan(memory, 5, 1 << 20), MemorySpan(half[1 << 20 : 2 << 20]))]).wait(30)

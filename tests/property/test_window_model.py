@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from landings import Hand
 
-from flatcake_transport.mover import Move
 from flatcake_transport.plan import Step, StepRead
 from flatcake_transport.window import OpenFile, ReadStream, StagingPool
 
@@ -14,39 +14,8 @@ PAGE = 4096
 FILE = np.random.default_rng(7).integers(0, 256, 64 * PAGE, np.uint8)
 
 
-class Landing:
-    def __init__(self, moves: list[Move]) -> None:
-        self.moves, self.landed = moves, False
-
-    def land(self) -> None:
-        for move in self.moves:
-            assert len(move.target.data) == move.source.size_bytes
-            move.target.data[:] = FILE[move.source.offset : move.source.offset + move.source.size_bytes]
-        self.landed = True
-
-    def done(self) -> bool:
-        return self.landed
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if not self.landed:
-            raise TimeoutError
-
-
-class Hand:
-    """A mover whose transfers land when the test says so."""
-
-    def __init__(self) -> None:
-        self.flying: list[Landing] = []
-
-    def submit(self, moves: list[Move]) -> Landing:
-        self.flying.append(Landing(list(moves)))
-        return self.flying[-1]
-
-    def land(self, nth: int) -> int:
-        """Bytes."""
-        landing = self.flying.pop(nth % len(self.flying))
-        landing.land()
-        return sum(move.source.size_bytes for move in landing.moves)
+def land(mover: Hand, nth: int) -> None:
+    mover.transfers.pop(nth % len(mover.transfers)).land()
 
 
 @st.composite
@@ -67,7 +36,7 @@ def steps(draw: st.DrawFn) -> list[Step]:
 def test_every_step_comes_whole_and_in_order(
     planned: list[Step], buffers: int, part_pages: int, releases: bool, data: st.DataObject
 ) -> None:
-    mover, pool = Hand(), StagingPool(buffers * 18 * PAGE, 18 * PAGE, buffers)
+    mover, pool = Hand(FILE), StagingPool(buffers * 18 * PAGE, 18 * PAGE, buffers)
     files = {0: OpenFile(3, direct=True)}
     stream = ReadStream(iter(planned), files, mover, pool.open_window(0), part_bytes=part_pages * PAGE)
     came: list[int] = []
@@ -78,14 +47,14 @@ def test_every_step_comes_whole_and_in_order(
             try:
                 got = stream.advance(0)
             except TimeoutError:
-                mover.land(data.draw(st.integers(0, 9)))
+                land(mover, data.draw(st.integers(0, 9)))
                 continue
             assert got is not None
             assert got[0] is step
             assert end < got[2], "each time there is more of it"
             _, buffer, end = got
-            for _ in range(data.draw(st.integers(0, len(mover.flying)))):
-                mover.land(data.draw(st.integers(0, 9)))
+            for _ in range(data.draw(st.integers(0, len(mover.transfers)))):
+                land(mover, data.draw(st.integers(0, 9)))
             assert np.array_equal(buffer[:end], expected[:end]), "what else lands is not where the caller looks"
             check_ahead(stream, planned, n, end, buffers)
         came.append(end)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from core import Core
+from core import ONE, Core
 
 from flatcake_server.placement import Hints, Policy, place
 from flatcake_transport.address import Medium
 from flatcake_transport.errors import Overloaded
 from flatcake_transport.space import SpaceSpec
 
-ONE = SpaceSpec("one", "u8", 16, (4096,))
 TWO = SpaceSpec("two", "u8", 16, (4096,), shards=2)
 PAGES = 64  # of memory; half of them for copies, of 3 blocks and a footer each
 

@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from core import Core, Yield, suspect
+from core import ONE, Core, Yield, suspect
 
 from flatcake_server import app, retire
 from flatcake_server.journal_records import FILES, SEGMENTS, SESSIONS
@@ -14,21 +14,10 @@ from flatcake_server.rpc import StoreService, Timings
 from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.space import SpaceSpec
 
-ONE = SpaceSpec("one", "u8", 16, (4096,))
 TWO = SpaceSpec("two", "u8", 16, (4096,), shards=2)
 HEAD = [1] * 20  # its file has room for some single blocks more
 
 PACES = pytest.mark.parametrize("pace", range(5))  # who is faster
-
-
-@pytest.fixture
-def core(tmp_path):
-    node = Core(tmp_path, ssd_bytes=64 << 12, memory_bytes=16 << 12)
-    node.open(ONE)
-    yield node
-    node.check(data=True)
-    node.check_rest()
-    node.close()
 
 
 def beside(core, *steps):

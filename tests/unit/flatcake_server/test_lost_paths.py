@@ -7,15 +7,12 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from core import Core
+from core import ONE, Core
 
 from flatcake_server import catalog, retire
 from flatcake_server.catalog import UNLOADED_AT_ONCE
 from flatcake_server.law import check_state
 from flatcake_transport.errors import Unavailable
-from flatcake_transport.space import SpaceSpec
-
-ONE = SpaceSpec("one", "u8", 16, (4096,))
 
 
 @contextlib.contextmanager
@@ -25,16 +22,6 @@ def unloaded_after(go: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> Iterat
         patch.setattr(catalog, "UNLOADED_AT_ONCE", 1)
         patch.setattr(retire.Pace, "rest", lambda _: go.wait())
         yield
-
-
-@pytest.fixture
-def core(tmp_path):
-    node = Core(tmp_path, ssd_bytes=64 << 12, memory_bytes=16 << 12)
-    node.open(ONE)
-    yield node
-    node.check(data=True)
-    node.check_rest()
-    node.close()
 
 
 def test_a_path_that_fails_is_emptied_a_few_segments_at_a_time(core, monkeypatch):

@@ -5,24 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from core import Core, suspect
+from core import ONE, Core, suspect
 
 from flatcake_server.records import Suspect
 from flatcake_transport.errors import Overloaded, Unavailable
-from flatcake_transport.space import SpaceSpec
 
-ONE = SpaceSpec("one", "u8", 16, (4096,))
 TIMEOUT_S = 10.0
-
-
-@pytest.fixture
-def core(tmp_path):
-    node = Core(tmp_path, ssd_bytes=64 << 12, memory_bytes=16 << 12)
-    node.open(ONE)
-    yield node
-    node.check(data=True)
-    node.check_rest()
-    node.close()
 
 
 def fill(core, count, first=0, **options):

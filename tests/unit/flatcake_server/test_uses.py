@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from core import Core, Yield
+from core import ONE, Core, Yield
 
 from flatcake_server.journal_records import SESSIONS
 from flatcake_server.uses import TELL_S, tell_uses
 from flatcake_transport.errors import Unavailable
-from flatcake_transport.space import SpaceSpec
-
-ONE = SpaceSpec("one", "u8", 16, (4096,))
 
 
 @pytest.fixture

@@ -4,13 +4,10 @@ import json
 from dataclasses import asdict
 
 import pytest
-from core import Core
+from core import ONE, Core
 
 from flatcake_server.rpc import Timings
 from flatcake_server.views import Reports
-from flatcake_transport.space import SpaceSpec
-
-ONE = SpaceSpec("one", "u8", 16, (4096,))
 
 
 class NoHandover:

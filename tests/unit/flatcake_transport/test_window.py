@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from landings import Hand, Landing
 from waiting import until
 
 from flatcake_transport.errors import Overloaded, Unavailable
@@ -16,36 +17,7 @@ from flatcake_transport.window import HUGE_PAGE_BYTES, OpenFile, ReadStream, Sta
 PAGE = 4096
 
 
-class Landing:
-    """A transfer that lands when the test says so."""
-
-    def __init__(self, moves: list) -> None:
-        self.moves, self.landed, self.error = moves, False, None
-
-    def land(self) -> None:
-        for move in self.moves:
-            move.target.data[:] = move.source.offset // PAGE
-        self.landed = True
-
-    def done(self) -> bool:
-        return self.landed
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if not self.landed:
-            raise TimeoutError
-        if self.error is not None:
-            raise self.error
-
-
-class Hand:
-    """A mover moved by hand."""
-
-    def __init__(self) -> None:
-        self.transfers: list[Landing] = []
-
-    def submit(self, moves: list) -> Landing:
-        self.transfers.append(Landing(list(moves)))
-        return self.transfers[-1]
+FILE = np.repeat(np.arange(64, dtype=np.uint8), PAGE)  # page n is full of n
 
 
 def step(n: int, reads: int = 1) -> Step:
@@ -143,7 +115,7 @@ def test_who_waits_gets_the_window_that_comes_back_in_order_of_asking() -> None:
 
 def test_a_window_under_a_transfer_is_out_until_it_rests() -> None:
     pool = StagingPool(2 * PAGE, PAGE)
-    flying = Landing([])
+    flying = Landing()
     window = pool.open_window(0)
     window.close([flying])
     assert (pool.stats().windows_out, pool.stats().windows_lingering) == (1, 1)
@@ -157,7 +129,7 @@ def test_a_window_under_a_transfer_is_out_until_it_rests() -> None:
 
 def test_a_waiter_notices_a_transfer_that_comes_to_rest() -> None:
     pool = StagingPool(2 * PAGE, PAGE)
-    flying = Landing([])
+    flying = Landing()
     pool.open_window(0).close([flying])
     got = []
     waiter = threading.Thread(target=lambda: got.append(pool.open_window(30)), daemon=True)
@@ -203,7 +175,7 @@ def test_all_who_wait_behind_a_transfer_are_served_when_it_lands() -> None:
 
 def test_a_transfer_that_lands_while_it_is_asked_loses_no_window() -> None:
     answers = iter([False, False])  # when it is given back, and at the first look
-    first, second = Landing([]), Landing([])
+    first, second = Landing(), Landing()
     second.done = lambda: next(answers, True)
     pool = StagingPool(4 * PAGE, PAGE)
     windows = pool.open_window(0), pool.open_window(0)
@@ -257,7 +229,7 @@ def test_where_there_is_no_memory_for_more_those_that_are_there_are_waited_for()
 
 
 def test_both_buffers_are_read_at_once_and_one_is_refilled_only_when_let_go() -> None:
-    mover, pool = Hand(), StagingPool(8 * PAGE, 4 * PAGE)
+    mover, pool = Hand(FILE), StagingPool(8 * PAGE, 4 * PAGE)
     stream = stream_of([step(n, reads=2) for n in range(4)], mover, pool)
     assert len(mover.transfers) == 2, "two steps are on their way before anybody asks"
     assert mover.transfers[0].moves[0].source == FileSpan(77, 0, PAGE, direct=True)
@@ -287,7 +259,7 @@ def test_both_buffers_are_read_at_once_and_one_is_refilled_only_when_let_go() ->
 
 
 def test_after_a_timeout_one_asks_again() -> None:
-    mover, pool = Hand(), StagingPool(2 * PAGE, PAGE)
+    mover, pool = Hand(FILE), StagingPool(2 * PAGE, PAGE)
     stream = stream_of([step(0)], mover, pool)
     with pytest.raises(TimeoutError):
         stream.advance(0)
@@ -298,7 +270,7 @@ def test_after_a_timeout_one_asks_again() -> None:
 
 
 def test_after_an_error_no_step_comes() -> None:
-    mover, pool = Hand(), StagingPool(2 * PAGE, PAGE)
+    mover, pool = Hand(FILE), StagingPool(2 * PAGE, PAGE)
     stream = stream_of([step(0), step(1), step(2)], mover, pool)
     mover.transfers[0].error = Unavailable("EIO")
     for transfer in mover.transfers:
@@ -312,11 +284,11 @@ def test_after_an_error_no_step_comes() -> None:
 
 
 def test_closing_early_keeps_the_window_from_others_until_reads_rest() -> None:
-    mover, pool = Hand(), StagingPool(2 * PAGE, PAGE)
+    mover, pool = Hand(FILE), StagingPool(2 * PAGE, PAGE)
     stream = stream_of([step(n) for n in range(9)], mover, pool)
     mover.transfers[0].land()
     stream.advance(0)
-    mine = Landing([])
+    mine = Landing()
     stream.close([mine])
     stream.close()
     assert stream.advance(0) is None
@@ -335,7 +307,7 @@ def test_a_mover_that_refuses_leaves_no_window_out() -> None:
                 raise Unavailable("closed")
             return super().submit(moves)
 
-    mover, pool = Refusing(), StagingPool(2 * PAGE, PAGE)
+    mover, pool = Refusing(FILE), StagingPool(2 * PAGE, PAGE)
     with pytest.raises(Unavailable):
         stream_of([step(0), step(1)], mover, pool)
     with pytest.raises(Overloaded):
@@ -345,7 +317,7 @@ def test_a_mover_that_refuses_leaves_no_window_out() -> None:
 
 
 def test_the_window_of_a_lost_stream_comes_back_when_its_reads_rest() -> None:
-    pool, mover = StagingPool(2 * PAGE, PAGE), Hand()
+    pool, mover = StagingPool(2 * PAGE, PAGE), Hand(FILE)
     stream = stream_of([step(1), step(2)], mover, pool)
     del stream
     gc.collect()
@@ -358,7 +330,7 @@ def test_the_window_of_a_lost_stream_comes_back_when_its_reads_rest() -> None:
 
 
 def test_one_buffer_reads_nothing_while_the_caller_looks_at_it() -> None:
-    mover, pool = Hand(), StagingPool(PAGE, PAGE, 1)
+    mover, pool = Hand(FILE), StagingPool(PAGE, PAGE, 1)
     stream = stream_of([step(1), step(2)], mover, pool)
     assert len(mover.transfers) == 1
     mover.transfers[0].land()
@@ -373,7 +345,7 @@ def test_one_buffer_reads_nothing_while_the_caller_looks_at_it() -> None:
 
 
 def test_all_buffers_but_the_callers_are_on_their_way() -> None:
-    mover, pool = Hand(), StagingPool(4 * PAGE, PAGE, 4)
+    mover, pool = Hand(FILE), StagingPool(4 * PAGE, PAGE, 4)
     stream = stream_of([step(n) for n in range(6)], mover, pool)
     for landing in range(6):
         assert len(mover.transfers) == min(6, landing + 4)
@@ -393,7 +365,7 @@ def test_a_step_comes_part_by_part_and_its_buffer_is_refilled_after_the_last() -
     """Reads of 3, 1 and 6 pages in parts of 2: a long one is cut, short ones land together."""
     sizes, targets = (3, 1, 6), (0, 3, 4)
     reads = tuple(StepRead(5, 10 * t * PAGE, s * PAGE, t * PAGE) for s, t in zip(sizes, targets, strict=True))
-    mover, pool = Hand(), StagingPool(10 * PAGE, 10 * PAGE, 1)
+    mover, pool = Hand(FILE), StagingPool(10 * PAGE, 10 * PAGE, 1)
     stream = ReadStream(
         iter([Step(reads, (), (), 1), step(7)]),
         {5: OpenFile(77, direct=True)},
@@ -421,7 +393,7 @@ def test_a_step_comes_part_by_part_and_its_buffer_is_refilled_after_the_last() -
         ends.append(end // PAGE)
         assert got.size_bytes == 10 * PAGE
         first = ends[-2] if len(ends) > 1 else 0
-        pages = [0, 0, 2, 30, 40, 40, 42, 42, 44, 44]  # a move's bytes say where it was read
+        pages = [0, 1, 2, 30, 40, 41, 42, 43, 44, 45]
         assert [int(buffer[at * PAGE]) for at in range(first, ends[-1])] == pages[first : ends[-1]]
     assert ends == [2, 4, 6, 8, 10]
     stream.release()
@@ -433,7 +405,7 @@ def test_a_step_comes_part_by_part_and_its_buffer_is_refilled_after_the_last() -
 
 
 def test_a_part_that_fails_keeps_the_window_until_the_others_rest() -> None:
-    mover, pool = Hand(), StagingPool(4 * PAGE, 4 * PAGE, 1)
+    mover, pool = Hand(FILE), StagingPool(4 * PAGE, 4 * PAGE, 1)
     stream = ReadStream(
         iter([step(0, reads=4)]), {5: OpenFile(77, direct=True)}, mover, pool.open_window(0), part_bytes=PAGE
     )
