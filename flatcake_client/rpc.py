@@ -54,7 +54,6 @@ _OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),  # two clients in one process do not share a backoff
 )
 
-Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 

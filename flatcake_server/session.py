@@ -198,11 +198,6 @@ class SessionFiles:
             return error.errno == errno.ENOENT
         return False
 
-    def allocated_bytes(self, file_id: FileId) -> int:
-        """Bytes the file takes on the disk; fewer than its length where it is sparse. Raises: Unavailable."""
-        with _unavailable(f"{self.path_of(file_id)} cannot be examined"):
-            return self.path_of(file_id).stat().st_blocks * 512  # the unit of st_blocks on Linux, whatever the disk's
-
     def close(self) -> None:
         """Give the path back. Twice is fine. Descriptors handed out stay open."""
         if self._lock_fd >= 0:

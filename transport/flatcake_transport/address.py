@@ -15,7 +15,6 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-MEDIUM_BITS: Final = 4
 NODE_BITS: Final = 12
 OFFSET_BITS: Final = 48
 NODES_MAX: Final = 1 << NODE_BITS  # 4096
@@ -86,8 +85,3 @@ class Address(int):
 
     def __repr__(self) -> str:
         return f"Address({self})"
-
-
-def offsets_of(addresses: AddressArray) -> NDArray[np.int64]:
-    """The offset field of many addresses at once."""
-    return (addresses & np.uint64(OFFSET_LIMIT - 1)).astype(np.int64)

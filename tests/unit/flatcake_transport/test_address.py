@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from flatcake_transport.address import MISSING, NODES_MAX, OFFSET_LIMIT, Address, Medium, offsets_of
+from flatcake_transport.address import MISSING, NODES_MAX, OFFSET_LIMIT, Address, Medium
 
 
 def test_bits_are_where_design_says() -> None:
@@ -55,8 +54,3 @@ def test_adding_stays_on_the_medium_and_node() -> None:
 def test_parse_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="no address"):
         Address.parse(text)
-
-
-def test_offsets_of_many() -> None:
-    addresses = np.array([Address.of(Medium.SSD, 9, 5), Address.of(Medium.MEMORY, 1, OFFSET_LIMIT - 1)], np.uint64)
-    assert offsets_of(addresses).tolist() == [5, OFFSET_LIMIT - 1]

@@ -92,8 +92,9 @@ def test_a_pointer_is_nothing_a_request_or_a_status(pointer: int | None, status:
 
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx_lib, "_SONAME", "libucp-nowhere.so.0")
+    monkeypatch.setenv(ucx_lib.CHOICE, "/nowhere/libucp.so.0")
     with pytest.raises(Unavailable, match="/nowhere/libucp"):
-        load_ucx("/nowhere/libucp.so.0")
+        load_ucx()
     monkeypatch.setenv(ucx_lib.CHOICE, "system")
     with pytest.raises(Unavailable, match="system: libucp-nowhere"):
         load_ucx()

@@ -253,14 +253,13 @@ class UcxLibrary:
         return f"UCX {'.'.join(map(str, self.version))} ({self.origin}, {self.path})"
 
 
-def load_ucx(choice: str | None = None) -> UcxLibrary:
-    """Load the library that `choice`, else FLATCAKE_UCX_LIB, else the search order names. Again: the same one.
+def load_ucx() -> UcxLibrary:
+    """Load the library that FLATCAKE_UCX_LIB, else the search order names. Again: the same one.
 
     Raises: Unavailable: none loads, or it is older than 1.13; the message says what was tried.
     """
-    choice = choice or os.environ.get(CHOICE) or ""
     tried = []
-    for origin, load in _candidates(choice):
+    for origin, load in _candidates(os.environ.get(CHOICE, "")):
         try:
             ucp = load()
             ucs = ctypes.CDLL("libucs.so.0", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
