@@ -217,19 +217,19 @@ def _sources(client: Client, found: Found, connection: Connection, asked_s: floa
     The owner's lease hangs on ours here, so it is counted on for no longer than ours lives, whatever the owner's ttl.
     """
     sources: list[RemoteSource] = []
-    report = partial(_report, client, connection)
+    report, peer_timeout_s = partial(_report, client, connection), connection.welcome.peer_timeout_s
     for node in found.nodes:
         renew = partial(_renew_remote, connection, found.lease_id)
         ttl_s = min(node.lease_ttl_s, connection.welcome.lease_ttl_s)
         lease = Lease(node.lease_id, ttl_s, asked_s, renew, connection.lost)
         file_ids = {run.file_id for run in found.runs if run.segment.node == node.node_id and run.file_id}
         if node.arena is not None:
-            tools = client.tools.remote(client.timeout_s)
+            tools = client.tools.remote(peer_timeout_s)
             sources.append(RemoteArena(node.node_id, node.arena, lease, tools, node.verify, report))
         if file_ids and (node.files or node.exported):
             server = LeasedFiles(connection, found.lease_id, node.node_id, lease) if node.files else None
             opened = partial(connection.handover.files, Verb.REMOTE, found.lease_id) if node.exported else None
-            tools = client.tools.served(client.timeout_s, client.transfer_timeout_s)
+            tools = client.tools.served(peer_timeout_s, client.transfer_timeout_s)
             sources.append(
                 RemoteFiles(
                     node.node_id, file_ids, server, opened, lease, tools, verify=node.verify, report_corrupt=report

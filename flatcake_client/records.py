@@ -25,6 +25,7 @@ class Welcome:
     verify: str  # off, remote or all
     memory_checksums: bool = False  # peers verify what they read of this node's memory
     peers: bool = False  # lookups may go on at other nodes
+    peer_timeout_s: float = 0.0  # a node that is silent for so long is gone
 
 
 class Run(NamedTuple):

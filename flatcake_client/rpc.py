@@ -121,6 +121,7 @@ class Rpc:
             verify=reply.verify,
             memory_checksums=reply.memory_checksums,
             peers=reply.peers,
+            peer_timeout_s=reply.peer_timeout_ms / 1000,
         )
 
     def open_space(self, welcome: Welcome, spec: SpaceSpec, timeout_s: float) -> None:

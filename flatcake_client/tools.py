@@ -53,7 +53,7 @@ REMOTE_STAGING_BYTES: Final = 256 << 20  # eight windows
 
 # A staging waits for a slot, a disk and two round trips: one that is told "not now" asks again, one that hears nothing fails.
 STAGE_TIMEOUT_S_MIN: Final = 3.0
-# Who hurries its lookups says nothing about how long a process may wait for a core.
+# Whatever is set: a process may have to wait for a core.
 PEER_TIMEOUT_S_MIN: Final = 2.0
 
 

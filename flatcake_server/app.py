@@ -102,6 +102,7 @@ class Node:
             cluster_fingerprint=config.cluster.fingerprint,
             memory_checksums=config.verify == "all" or (config.verify == "remote" and config.directory != "none"),
             peers=config.directory != "none",
+            peer_timeout_s=config.peer_timeout,
         )
         self.cluster: Cluster | None = None  # None: a node by itself
         self.timings = Timings()

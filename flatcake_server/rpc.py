@@ -66,6 +66,7 @@ class Identity:
     cluster_fingerprint: bytes
     memory_checksums: bool = False
     peers: bool = False
+    peer_timeout_s: float = 0.0
 
 
 class Timings:
@@ -212,6 +213,7 @@ class StoreService(store_pb2_grpc.StoreServicer):
                 cluster_fingerprint=me.cluster_fingerprint,
                 memory_checksums=me.memory_checksums,
                 peers=me.peers,
+                peer_timeout_ms=int(me.peer_timeout_s * 1000),
             )
 
     async def OpenSpace(  # noqa: N802

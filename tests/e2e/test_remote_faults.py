@@ -52,7 +52,9 @@ def pair(request, tmp_path):
     ucx_here()
     with RedisServer(tmp_path) as redis:
         told = {"directory": "redis", "redis_url": redis.url, "ucx_listen": "127.0.0.1:0", "memory_bytes": 8 * MIB}
-        one, two = (node(tmp_path, n, verify=verify, **told) for n, verify in enumerate(request.param, 1))
+        one, two = (
+            node(tmp_path, n, verify=verify, peer_timeout="5s", **told) for n, verify in enumerate(request.param, 1)
+        )
         with one, two:
             for each in (one, two):
                 knows(each, 2)

@@ -28,7 +28,7 @@ def nodes(tmp_path_factory):
     ucx_here()
     root = tmp_path_factory.mktemp("nodes")
     with RedisServer(root) as redis:
-        told = {"directory": "redis", "redis_url": redis.url, "ucx_listen": "127.0.0.1:0", "peer_timeout": "1s"}
+        told = {"directory": "redis", "redis_url": redis.url, "ucx_listen": "127.0.0.1:0", "peer_timeout": "5s"}
         made = [node(root, n, ucx_bounce_bytes=16 * MIB, **told) for n in (1, 2)]
         with made[0] as one, made[1] as two:
             yield one, two

@@ -29,7 +29,7 @@ def pair(tmp_path):
     ucx_here()
     with RedisServer(tmp_path) as redis:
         nodes = [
-            node(tmp_path, n, directory="redis", redis_url=redis.url, ucx_listen="127.0.0.1:0", peer_timeout="1s")
+            node(tmp_path, n, directory="redis", redis_url=redis.url, ucx_listen="127.0.0.1:0", peer_timeout="5s")
             for n in (1, 2)
         ]
         with nodes[0] as one, nodes[1] as two:
@@ -153,7 +153,7 @@ def test_a_prefix_that_is_read_elsewhere_again_and_again_is_copied_once_and_loca
     """And what was read once is not, nor what finds no room in the share of copies."""
     ucx_here()
     with RedisServer(tmp_path / "redis") as redis, contextlib.ExitStack() as stack:
-        told = {"directory": "redis", "redis_url": redis.url, "ucx_listen": "127.0.0.1:0"}
+        told = {"directory": "redis", "redis_url": redis.url, "ucx_listen": "127.0.0.1:0", "peer_timeout": "5s"}
         one, two = (
             stack.enter_context(node(tmp_path, n, copy_after_hits=2, copy_memory_share=SHARE, **told)) for n in (1, 2)
         )

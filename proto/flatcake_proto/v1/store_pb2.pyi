@@ -63,6 +63,7 @@ class HelloReply(_message.Message):
     CLUSTER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MEMORY_CHECKSUMS_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    PEER_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     version: _builtins.str
     incarnation: _builtins.bytes
@@ -86,6 +87,8 @@ class HelloReply(_message.Message):
     """peers read this node's memory and verify it: turns bring checksums of memory, too"""
     peers: _builtins.bool
     """this node is one of several: lookups may go on at others"""
+    peer_timeout_ms: _builtins.int
+    """who reads another node's memory or files takes it for gone when it is silent for so long"""
     def __init__(
         self,
         *,
@@ -103,10 +106,11 @@ class HelloReply(_message.Message):
         cluster_fingerprint: _builtins.bytes = ...,
         memory_checksums: _builtins.bool = ...,
         peers: _builtins.bool = ...,
+        peer_timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "boot_id", b"boot_id", "client_id", b"client_id", "cluster_fingerprint", b"cluster_fingerprint", "handover_path", b"handover_path", "incarnation", b"incarnation", "lease_ttl_ms", b"lease_ttl_ms", "memory_checksums", b"memory_checksums", "node_id", b"node_id", "peers", b"peers", "protocol", b"protocol", "token", b"token", "verify", b"verify", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "boot_id", b"boot_id", "client_id", b"client_id", "cluster_fingerprint", b"cluster_fingerprint", "handover_path", b"handover_path", "incarnation", b"incarnation", "lease_ttl_ms", b"lease_ttl_ms", "memory_checksums", b"memory_checksums", "node_id", b"node_id", "peer_timeout_ms", b"peer_timeout_ms", "peers", b"peers", "protocol", b"protocol", "token", b"token", "verify", b"verify", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,14 +121,18 @@ def test_a_node_that_serves_no_memory_is_a_shorter_hit(hit, movers):
 @pytest.mark.parametrize(("theirs_s", "ours_s"), [(30.0, 10.0), (10.0, 30.0)])
 def test_an_owner_s_lease_is_counted_on_for_no_longer_than_ours(theirs_s, ours_s):
     """It hangs on ours: when that lapses, the daemon here gives it back."""
-    client: Any = SimpleNamespace(tools=SimpleNamespace(remote=lambda _: None), timeout_s=1.0)
-    connection: Any = SimpleNamespace(welcome=SimpleNamespace(lease_ttl_s=ours_s), lost=lambda: False)
+    told: list[float] = []
+    client: Any = SimpleNamespace(tools=SimpleNamespace(remote=told.append), timeout_s=1.0)
+    connection: Any = SimpleNamespace(
+        welcome=SimpleNamespace(lease_ttl_s=ours_s, peer_timeout_s=7.0), lost=lambda: False
+    )
     far = RemoteNode(3, 5, theirs_s, RemoteMemory(b"w", b"k", 0, 4096), verify=True)
     asked_s = time.monotonic()
     (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - 5.0)
     assert source.lease.alive()
     (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - 10.5)
     assert not source.lease.alive()
+    assert told == [7.0, 7.0], "silence is judged as the node says, not as the caller hurries"
 
 
 @pytest.mark.parametrize("held", ["near", "far"])

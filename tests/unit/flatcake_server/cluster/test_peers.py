@@ -100,15 +100,15 @@ def test_ipv6(tmp_path):
     run(work())
 
 
-def test_memory_that_peers_read_has_checksums(tmp_path):
+def test_an_engine_is_told_that_peers_check_memory_and_how_long_they_may_be_silent(tmp_path):
     async def work() -> None:
-        async with nodes(tmp_path, 1) as (one,):
+        async with nodes(tmp_path, 1, peer_timeout=7.5) as (one,):
 
-            def asked() -> bool:
+            def asked() -> tuple[bool, int]:
                 with Wire(one.endpoint) as wire:
-                    return bool(wire.welcome.memory_checksums)
+                    return wire.welcome.memory_checksums, wire.welcome.peer_timeout_ms
 
-            assert await asyncio.to_thread(asked)
+            assert await asyncio.to_thread(asked) == (True, 7500)
 
     run(work())
 
