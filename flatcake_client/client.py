@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,22 @@ class Counts:
         return self._values[name]
 
 
+class Held(Generic[T]):
+    """What is to be given back at the end, unless it is lost before. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: weakref.WeakSet[T] = weakref.WeakSet()
+
+    def add(self, each: T) -> None:
+        with self._lock:
+            self._held.add(each)
+
+    def all(self) -> list[T]:
+        with self._lock:  # a set that grows while it is listed raises
+            return list(self._held)
+
+
 class Client:
     """A connection to the daemon of this node. Thread-safe; a context manager that closes itself. Made by `connect`."""
 
@@ -126,8 +142,8 @@ class Client:
         self.bandwidths = Bandwidths()
         self.linger = Linger()
         self.counts = Counts()
-        self.turns: weakref.WeakSet[Turn] = weakref.WeakSet()
-        self.hits: weakref.WeakSet[Hit] = weakref.WeakSet()
+        self.turns: Held[Turn] = Held()
+        self.hits: Held[Hit] = Held()
         _clients.add(self)
 
     def open_space(
@@ -182,27 +198,25 @@ class Client:
         """Give everything back: turns are aborted, hits released; what is asked later is Unavailable, or a miss.
 
         Waits for reads and writes under way, at most `timeout_s`: while a write does not land, the connection stays open, so
-        that its space is given to nobody. Twice is fine. In a forked child it does nothing.
+        that its space is given to nobody, and is closed when it has landed. Twice is fine. In a forked child it does nothing.
         """
         if self.forked():
             return
         deadline_s = time.monotonic() + timeout_s
-        for turn in list(self.turns):
+        # Without the lock: who greets has it, may have long to wait for an answer, and looks at this behind it.
+        self._closed = True
+        for turn in self.turns.all():
             turn.abort(min(ABORT_TIMEOUT_S, max(0.0, deadline_s - time.monotonic())))
-        for hit in list(self.hits):
+        for hit in self.hits.all():
             hit.release(min(RELEASE_WAIT_S, max(0.0, deadline_s - time.monotonic())))
-        with self._lock:
-            already, self._closed = self._closed, True
-            connection, self._connection = self._connection, None
-        if already:
-            return
         settled = self.linger.settle(max(0.0, deadline_s - time.monotonic()))
-        self.linger.close()
-        if connection is not None and settled:
+        connection, self._connection = self._connection, None
+        if connection is not None:
             connection.retire()
         self._rpc.close()
-        if settled:
-            self.tools.close()
+        if settled:  # as far as is known here: a disk that hangs under what was lost holds up the thread, and not us
+            self.linger.leave([], self.tools.close)
+            self.linger.settle(max(0.0, deadline_s - time.monotonic()))
 
     def __enter__(self) -> Self:
         return self
@@ -241,7 +255,7 @@ class Client:
                 self._reachable = True
                 return answer  # noqa: TRY300 - the loop goes on with what is caught
             except Stale:
-                self._leave(connection)
+                connection.retire()
             except Unknown:
                 connection.forget_space(spec)
             except Unavailable as error:
@@ -274,8 +288,11 @@ class Client:
                 connection.retire()
             if time.monotonic() < self._greet_after_s:
                 raise Unavailable(f"the daemon is greeted again in a moment: {self._greet_error}")
-            self._connection = self._greet(deadline_s)
-            return self._connection
+            connection = self._connection = self._greet(deadline_s)
+            if self._closed:
+                connection.retire()
+                raise Unavailable("the client was closed meanwhile")
+            return connection
         finally:
             self._lock.release()
 
@@ -300,12 +317,6 @@ class Client:
         self._reachable = True
         log.info("connected to FlatCake %s at %s", welcome.version, self._endpoint)
         return connection
-
-    def _leave(self, connection: Connection) -> None:
-        with self._lock:
-            if self._connection is connection:
-                self._connection = None
-        connection.retire()
 
     def _say_unreachable(self, error: Exception) -> None:
         """One log line when it begins, not one a request; nor two in `SAY_PAUSE_S`, where every other one succeeds."""

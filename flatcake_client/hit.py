@@ -71,9 +71,6 @@ class Hit:
         self.keys = keys[: self.blocks].copy() if keys.flags.writeable else keys[: self.blocks]
         self.failure = failure
         self._copy_blocks = found.copy_blocks if found and found.copy_blocks <= self.blocks else 0
-        self.remote: Sequence[RemoteSource] = ()
-        if found is not None and connection is not None:
-            self.remote = _sources(space.client, found, connection, asked_s)
         self.verify = connection is not None and connection.welcome.verify == "all"
         self.lease = Lease(
             found.lease_id if found else 0,
@@ -82,6 +79,9 @@ class Hit:
             partial(_renew, connection),
             connection.lost if connection else lambda: True,
         )
+        self.remote: Sequence[RemoteSource] = ()
+        if found is not None and connection is not None:
+            self.remote = _sources(space.client, found, connection, asked_s, self.lease)
         if self.lease.lease_id:
             self._client.hits.add(self)
 
@@ -149,7 +149,7 @@ class Hit:
             return
         # First of all: whoever still reads, or begins to, in another thread hears of the end before the descriptors go.
         mine = self.lease.end()
-        restores, self._restores = self._restores, []
+        restores = self._restores.copy()  # who releases beside us finds them until the descriptors are gone
         for restore in restores:
             restore.close()
         moving = [transfer for restore in restores for transfer in restore.moving()]
@@ -159,6 +159,7 @@ class Hit:
         for source in self.remote:
             if isinstance(source, RemoteFiles):
                 source.close(moving, self._client.linger)
+        self._restores.clear()
         connection = self._connection
         if mine and self.lease.lease_id and connection is not None and not connection.lost():
             with contextlib.suppress(FlatCakeError):
@@ -211,17 +212,16 @@ class Hit:
             self._client.counts.add("copied_blocks", copied)
 
 
-def _sources(client: Client, found: Found, connection: Connection, asked_s: float) -> list[RemoteSource]:
+def _sources(client: Client, found: Found, connection: Connection, asked_s: float, ours: Lease) -> list[RemoteSource]:
     """Where the hit lies at other nodes. Without a way back to the hit: it ends when nobody has it any more.
 
-    The owner's lease hangs on ours here, so it is counted on for no longer than ours lives, whatever the owner's ttl.
+    The owner's lease hangs on `ours` here, so it is counted on for no longer than that lives, whatever the owner's ttl.
     """
     sources: list[RemoteSource] = []
     report, peer_timeout_s = partial(_report, client, connection), connection.welcome.peer_timeout_s
     for node in found.nodes:
         renew = partial(_renew_remote, connection, found.lease_id)
-        ttl_s = min(node.lease_ttl_s, connection.welcome.lease_ttl_s)
-        lease = Lease(node.lease_id, ttl_s, asked_s, renew, connection.lost)
+        lease = Lease(node.lease_id, node.lease_ttl_s, asked_s, renew, lambda: not ours.alive())
         file_ids = {run.file_id for run in found.runs if run.segment.node == node.node_id and run.file_id}
         if node.arena is not None:
             tools = client.tools.remote(peer_timeout_s)

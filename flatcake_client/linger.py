@@ -55,7 +55,7 @@ class Linger:
         threading.Thread(
             target=_look_after, args=(self._left, self._undone), name="flatcake-linger", daemon=True
         ).start()
-        self.close = weakref.finalize(self, self._left.put, None)
+        weakref.finalize(self, self._left.put, None)
 
     def leave(self, transfers: Sequence[Transfer], act: Callable[[], None], pause_s: float = 0.0) -> None:
         """Act later, in the thread, when all transfers rest, and not before `pause_s`."""

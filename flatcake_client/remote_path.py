@@ -99,13 +99,13 @@ class RemoteFiles:
 
     def files(self, timeout_s: float) -> Mapping[int, Readable]:
         """Exported ones by descriptor, asked for once; the others as the node serves them, where each read asks for itself."""
-        if self._opened is None or not self._lock.acquire(timeout=max(0.0, timeout_s)):
+        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
             return self._served
         try:
-            if self._descriptors is None:
+            if self._descriptors is None and self._opened is not None:
                 self.lease.check()
                 self._descriptors = self._opened(timeout_s)
-            return self._served | dict(self._descriptors.files)
+            return self._served | (self._descriptors.files if self._descriptors is not None else {})
         except Unavailable as error:
             log.info("files of node %d are not read over NVMe-oF: %s", self.node_id, error)
             self._opened = None
@@ -114,8 +114,7 @@ class RemoteFiles:
             self._lock.release()
 
     def close(self, transfers: Sequence[Transfer], linger: Linger) -> None:
-        """Let the descriptors go once the transfers that use them rest. Twice is fine."""
-        self._opened = None
+        """After the lease: let the descriptors go once the transfers that use them rest. Twice is fine."""
         with self._lock:
             if self._descriptors is not None:
                 self._descriptors.close(transfers, linger)

@@ -19,7 +19,6 @@ from waiting import pause, until
 
 import flatcake_client as fc
 from flatcake_client import handover
-from flatcake_client import hit as hit_module
 from flatcake_client.rpc import SILENCE_MIN_S
 from flatcake_transport.address import Medium
 from flatcake_transport.movers import posix
@@ -86,7 +85,7 @@ def test_a_connection_is_not_closed_while_a_turn_is_granted_on_it(daemon, client
     asking = threading.Thread(target=lambda: turns.append(kv.space.begin_turn(kv.space.keys(kv.tokens(2, 3)))))
     asking.start()
     until(lambda: daemon.calls.get("begin_turn", 0) >= 2)
-    client._leave(old)  # another thread finds it lost
+    old.retire()  # another thread finds it lost
     assert old.handover._socket.fileno() >= 0
     stall.set()
     asking.join()
@@ -348,30 +347,6 @@ def test_a_release_without_answer_ends_no_silence(daemon, client):
     assert client._rpc._silent_until_s == silent_until_s
 
 
-def test_close_takes_its_time_and_no_more_though_nobody_answers(daemon, client):
-    kv = Kv(client)
-    kv.store(kv.tokens(1, 3))
-    hits = [kv.space.lookup(kv.space.keys(kv.tokens(1, 3))) for _ in range(60)]
-    assert all(hit.blocks == 3 for hit in hits)
-    stall = daemon.fail["release"] = threading.Event()
-    started_s = time.monotonic()
-    client.close(0.1)
-    assert time.monotonic() - started_s < 60 * hit_module.RELEASE_WAIT_S / 2
-    stall.set()
-
-
-def test_a_close_that_has_no_time_left_ends_the_connection_where_nothing_moves(daemon):
-    """An engine that goes on would else keep its life line, and what hangs on it, and the movers' threads."""
-    client = fc.connect(daemon.endpoint, timeout_s=20.0)
-    kv = Kv(client)
-    kv.store(kv.tokens(1, 3))
-    hit = kv.space.lookup(kv.space.keys(kv.tokens(1, 3)))
-    assert daemon.attached
-    client.close(0.0)
-    until(lambda: not daemon.attached)
-    assert hit.blocks == 3, "the engine has it still"
-
-
 @pytest.mark.parametrize("medium", [Medium.MEMORY, Medium.SSD])
 @pytest.mark.parametrize("ends", ["the daemon", "the connection"])
 def test_a_turn_whose_space_may_be_somebody_elses_is_written_no_further(daemon, client, medium, ends):
@@ -394,3 +369,52 @@ def test_a_turn_whose_space_may_be_somebody_elses_is_written_no_further(daemon, 
     assert daemon.stored_bytes(medium) == before
     assert client.stats().turns_failed == 1
     assert kv.hit(kv.tokens(1, 3)) == 0
+
+
+def test_two_that_release_a_hit_at_once_close_nothing_under_its_reads(daemon, client, monkeypatch):
+    """Closed under a read that waits for its thread, its descriptor's number would be another file of the engine's."""
+    reading, go, entered, leave = (threading.Event() for _ in range(4))
+    read, preadv = [], posix._preadv
+
+    def late(fd, memory, offset):
+        reading.set()
+        go.wait(30)
+        read.append(Path(f"/proc/self/fd/{fd}").readlink())
+        return preadv(fd, memory, offset)
+
+    kv = Kv(client)
+    kv.store(kv.tokens(1, 3))
+    monkeypatch.setattr(posix, "_preadv", late)
+    hit = kv.space.lookup(kv.space.keys(kv.tokens(1, 3)))
+    restore = hit.restore([np.zeros((3, kv.plane_bytes), np.uint8) for _ in range(kv.layers)], np.arange(3))
+    close = restore.close
+
+    def held() -> None:
+        if not entered.is_set():  # the first that releases is held up here
+            entered.set()
+            leave.wait(30)
+        close()
+
+    restore.close = held
+    threads = [threading.Thread(target=restore.wait), threading.Thread(target=hit.release)]
+    threads[0].start()
+    assert reading.wait(10)
+    threads[1].start()
+    assert entered.wait(10)
+    hit.release()
+    for event in (go, leave):
+        event.set()
+    for thread in threads:
+        thread.join()
+    assert client.linger.settle(20)
+    assert set(read) == {daemon.path(1)}
+
+
+def test_who_finds_a_connection_stale_waits_no_longer_than_its_own_time_for_who_greets(daemon, client):
+    kv = Kv(client)
+    asking = threading.Thread(target=lambda: kv.space.lookup(kv.space.keys(kv.tokens(1, 3)), timeout_s=0.5))
+    daemon.clients.clear()
+    with client._lock:  # another's Hello gets no answer
+        asking.start()
+        asking.join(30)
+        assert not asking.is_alive()

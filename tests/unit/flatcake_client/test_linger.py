@@ -31,9 +31,7 @@ class Moving:
 
 @pytest.fixture
 def linger():
-    linger = Linger()
-    yield linger
-    linger.close()
+    return Linger()
 
 
 def test_what_rests_is_acted_on_at_once_by_who_says_so(linger):

@@ -14,6 +14,7 @@ from images import FAR, Chain
 from waiting import until
 
 from flatcake_client.hit import _sources
+from flatcake_client.lease import Lease
 from flatcake_client.records import Found, RemoteNode, Run
 from flatcake_client.restore import Restore, RestoreUnavailable
 from flatcake_client.rpc import _readable
@@ -128,10 +129,12 @@ def test_an_owner_s_lease_is_counted_on_for_no_longer_than_ours(theirs_s, ours_s
     )
     far = RemoteNode(3, 5, theirs_s, RemoteMemory(b"w", b"k", 0, 4096), verify=True)
     asked_s = time.monotonic()
-    (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - 5.0)
-    assert source.lease.alive()
-    (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - 10.5)
-    assert not source.lease.alive()
+    for since_s, alive in ((5.0, True), (10.5, False)):
+        ours = Lease(7, ours_s, asked_s - since_s, lambda *_: True, connection.lost)
+        (source,) = _sources(client, Found((), 7, (far,)), connection, asked_s - since_s, ours)
+        assert source.lease.alive() == alive
+        ours.end()
+        assert not source.lease.alive(), "given back: its descriptors are closed, and their numbers may be other files"
     assert told == [7.0, 7.0], "silence is judged as the node says, not as the caller hurries"
 
 
