@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -115,8 +114,7 @@ def demo(
     ] = False,
 ) -> None:
     """A real model, with and without the store. In a daemon of its own; every token is compared."""
-    command = [sys.executable, "-m", _CLUSTER_DEMO_MODULE if cluster else _DEMO_MODULE, *(["--json"] if json else [])]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+    cli_replay.become(_CLUSTER_DEMO_MODULE if cluster else _DEMO_MODULE, ["--json"] if json else [])
 
 
 def main() -> None:

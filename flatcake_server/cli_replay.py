@@ -1,34 +1,38 @@
-"""`flatcake replay` and `flatcake bench`: the client's side does them, in processes of their own. Started from here, never imported.
+"""`flatcake replay`, `bench` and `demo`: the client's side does them, in programs of their own. Started from here, never imported.
 
-Their options are their own: they are passed on as they are, `--help` included. A stop is passed on, too, and waited for, because the
-report is written then, and a daemon ended.
+The options of the first two are their own: they are passed on as they are, `--help` included.
 """
 
 from __future__ import annotations
 
-import signal
-import subprocess
+import os
 import sys
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NoReturn
 
 import typer
 
+# A module as a program; that it is stopped while it loads is no error of it.
+_RUN: Final = """
+import runpy, sys
+try:
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
 PASSED_ON: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def replay(context: typer.Context) -> None:
     """A trace in real time, against any store. See its --help."""
-    _become("flatcake_client.replay", context)
+    become("flatcake_client.replay", context.args)
 
 
 def bench(context: typer.Context) -> None:
     """Restores beside what the machine can do. See its --help."""
-    _become("flatcake_client.bench", context)
+    become("flatcake_client.bench", context.args)
 
 
-def _become(module: str, context: typer.Context) -> None:
-    child = subprocess.Popen([sys.executable, "-m", module, *context.args])
-    # A terminal sends ^C to both, `kill` to this one only; the child takes any number of them.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: child.send_signal(number))
-    raise typer.Exit(child.wait())
+def become(module: str, arguments: Sequence[str]) -> NoReturn:
+    """In place of this program: so its stops are those of the process that a user started, and so is its exit code."""
+    os.execv(sys.executable, [sys.executable, "-c", _RUN, module, *arguments])  # noqa: S606 - a shell is what it is not

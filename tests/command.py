@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-FLATCAKE = (sys.executable, "-c", "from flatcake_server.cli import main; main()")
+FLATCAKE = (sys.executable, "-m", "flatcake_server")
 
 
 def flatcake(*arguments: object, endpoint: str = "") -> subprocess.CompletedProcess[str]:

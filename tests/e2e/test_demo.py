@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from command import FLATCAKE
 from daemon import Daemon
 
 from flatcake_client.engines import demo
@@ -209,9 +209,10 @@ def test_raw_reads_read_the_whole_file(tmp_path, monkeypatch):
 
 def test_a_demo_that_is_told_to_stop_leaves_nothing_behind(tmp_path):
     child = subprocess.Popen(
-        [sys.executable, "-m", "flatcake_client.engines.demo", "--directory", str(tmp_path)],
+        [*FLATCAKE, "demo"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     pids = []
     try:

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+import typer
 from some_stats import some_stats
 
 from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc
-from flatcake_server import cli
+from flatcake_server import cli, cli_replay
 from flatcake_server.config import NodeConfig
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
 
@@ -211,6 +212,37 @@ def test_what_the_daemon_raises_becomes_an_exit_code(flatcake, serves, error, co
     assert flatcake("serve")[0] == code
 
 
+def test_a_command_that_is_interrupted_while_it_loads_says_nothing():
+    code = """if 1:
+        import os, signal, sys
+
+        class Interrupted:
+            def find_spec(self, name, *_):
+                if name == "typer":
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        sys.meta_path.insert(0, Interrupted())
+        from flatcake_server.__main__ import main
+        main()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_what_the_command_becomes_says_nothing_either(tmp_path):
+    (tmp_path / "loads.py").write_text("raise KeyboardInterrupt")
+    code = "from flatcake_server import cli_replay; cli_replay.become('loads', [])"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        check=False,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 def test_serve_takes_every_option_as_a_flag_and_returns_the_daemon_s_code(flatcake, serves, tmp_path):
     seen = []
     serves(lambda config: seen.append(config) or 7)
@@ -282,17 +314,14 @@ def test_doctor_finds_and_exits_1_where_a_daemon_could_not_run(flatcake, tmp_pat
 def test_demo_is_a_process_of_its_own_and_its_code_is_ours(flatcake, monkeypatch):
     ran = []
 
-    def run(command, *, check):
-        ran.append((command, check))
-        return subprocess.CompletedProcess(command, 1)
+    def become(*told):
+        ran.append(told)
+        raise typer.Exit(1)
 
-    monkeypatch.setattr(cli.subprocess, "run", run)
+    monkeypatch.setattr(cli_replay, "become", become)
     assert flatcake("demo", "--json")[0] == 1
     assert flatcake("demo", "--cluster")[0] == 1
-    assert ran == [
-        ([sys.executable, "-m", "flatcake_client.engines.demo", "--json"], False),
-        ([sys.executable, "-m", "flatcake_client.engines.demo_cluster"], False),
-    ]
+    assert ran == [("flatcake_client.engines.demo", ["--json"]), ("flatcake_client.engines.demo_cluster", [])]
 
 
 def test_help_and_version(flatcake):
