@@ -264,21 +264,21 @@ class TransformersEngine:
         """The first token, the cache behind it, what was restored for it, and the store of the prompt, if one runs."""
         prompt_store: PromptStore | None = None
         try:
-            keys = self._space.keys(tokens[:-1], salt=hints.salt)
-            with self._space.lookup(keys) as hit:
-                if len(tokens) // self._block_tokens - hit.blocks >= self._stream_blocks_min:
-                    prompt_store = self._prompt_store(tokens, hints)
-                if hit.blocks:
-                    return self._prefill_after(hit, tokens, prompt_store)
-                self._edge.count(restores_failed=int(hit.failure is not None))
-        except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the tokens are computed
-            self._edge.count(restores_failed=1)
-            self._edge.failed("a restore", error)
-            if prompt_store is not None:
-                prompt_store.drop()
-                prompt_store = None
-        cache = self._prefill_cache(0, lambda _: (), prompt_store)
-        try:
+            try:
+                keys = self._space.keys(tokens[:-1], salt=hints.salt)
+                with self._space.lookup(keys) as hit:
+                    if len(tokens) // self._block_tokens - hit.blocks >= self._stream_blocks_min:
+                        prompt_store = self._prompt_store(tokens, hints)
+                    if hit.blocks:
+                        return self._prefill_after(hit, tokens, prompt_store)
+                    self._edge.count(restores_failed=int(hit.failure is not None))
+            except Exception as error:  # noqa: BLE001 - an engine's edge: whatever it is, the tokens are computed
+                self._edge.count(restores_failed=1)
+                self._edge.failed("a restore", error)
+                if prompt_store is not None:
+                    prompt_store.drop()
+                    prompt_store = None
+            cache = self._prefill_cache(0, lambda _: (), prompt_store)
             return self._forward(tokens, cache), cache, Restored(), prompt_store
         except BaseException:
             if prompt_store is not None:

@@ -173,17 +173,18 @@ def test_a_store_that_hangs_holds_up_no_first_token(monkeypatch):
     assert sum(part.blocks for part in reply.stored) == 6
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("stored", [True, False], ids=["a hit", "no hit"])
-def test_a_failing_model_leaves_nothing_open(on_layer, stored):
+def test_a_failing_model_leaves_nothing_open(on_layer, stored, error):
     prompt = tokens_of(100)
     client = stored_client(prompt) if stored else InMemoryClient()
 
     def fail():
-        raise MemoryError("out of it")
+        raise error("out of it")
 
     engine = engine_of(client, stream_blocks_min=1)
     on_layer(1, fail)
-    with pytest.raises(MemoryError):
+    with pytest.raises(error):
         engine.generate([*prompt, *tokens_of(60, seed=1)], 8)
     assert client.pinned == client.open_turns == 0
     assert not any(thread.name == "flatcake-store" for thread in threading.enumerate())
