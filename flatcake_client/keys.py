@@ -29,8 +29,13 @@ KeyArray = NDArray[np.uint8]  # (n, 16)
 
 
 def root_key(fingerprint: Fingerprint, salt: bytes) -> bytes:
-    """The parent of a chain's first key. `salt` separates tenants, adapters (LoRA) and whatever else must not share."""
-    return hashlib.sha256(fingerprint + bytes(salt)).digest()[:KEY_BYTES]
+    """The parent of a chain's first key. `salt` separates tenants, adapters (LoRA) and whatever else must not share.
+
+    Raises: ValueError: the salt is not bytes; `bytes(n)` would be n zeros, and none at all for tenant 0.
+    """
+    if not isinstance(salt, bytes | bytearray | memoryview):
+        raise ValueError(f"a salt is bytes, not {type(salt).__name__}: encode it")  # noqa: TRY004 - a caller's bug is ValueError
+    return hashlib.sha256(fingerprint + salt).digest()[:KEY_BYTES]
 
 
 def chain_keys(tokens: Any, block_tokens: int, root: bytes, extra: bytes | Sequence[bytes] | None = None) -> KeyArray:

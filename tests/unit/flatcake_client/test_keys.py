@@ -123,3 +123,10 @@ def test_other_processes_give_the_same_keys():
 def test_checked_keys_are_contiguous():
     wide = np.zeros((4, 32), np.uint8)
     assert check_keys(wide[:, :16]).flags.c_contiguous
+
+
+@pytest.mark.parametrize("salt", ["tenant", 0, 7, None, [1]])
+def test_a_salt_is_bytes(salt):
+    """Tenant 0 would share with who has no salt."""
+    with pytest.raises(ValueError, match="encode it"):
+        root_key(Fingerprint(bytes(16)), salt)
