@@ -119,7 +119,7 @@ class SchedulerSide:
         known.asked_again = False
         self._name(known)  # what was asked has learned its adapter
         hit = answer.found
-        if hit is None:
+        if hit is None or known.salt is None:  # so many adapters that its own was forgotten meanwhile
             late = self._lookups.stats().late_total
             self.tally.add("lookups_late", late - self.tally.totals["lookups_late"])
             return 0, False

@@ -201,3 +201,14 @@ def test_an_answer_older_than_is_fresh_is_asked_again_once_for_each_time_it_was_
         offset_s[0] += 60  # a step that takes as long
         until(lambda: not side._lookups.waiting())
         assert side.matched(request, 0) == (32, True)
+
+
+def test_a_hit_of_an_adapter_that_was_forgotten_meanwhile_is_not_offered(side, tmp_path, monkeypatch):
+    """Its salt would have to be in the load."""
+    monkeypatch.setattr(vllm_settings, "ADAPTERS_MAX", 1)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"first")
+    request = running(side, lora_request=LoRARequest("one", 1, str(tmp_path)), waits=False, started=False)
+    until(lambda: not side._lookups.poll("a").waiting)
+    side._adapters.salt(LoRARequest("another", 2, str(tmp_path)))
+    assert side.matched(request, 0) == (0, False)
