@@ -289,7 +289,7 @@ class Scheduler(Generic[RequestId]):
                 if not self._started:
                     self._changed.wait()
                     continue
-                request = self._started.pop(0)
+                request = self._started.pop()  # any: there is a thread for each of them
                 prefetch = self._work.pop(request, None)
                 if prefetch is not None:
                     return request, prefetch
