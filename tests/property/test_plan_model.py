@@ -183,20 +183,35 @@ def check_restore(spec: SpaceSpec, runs: list[FileRun], shard: int, more_pages: 
         assert complete <= seen, "a layer is called done before its last block"
     assert seen == {(layer, p) for layer in range(spec.layers) for p in positions(runs)}
     assert not steps or steps[-1].layers_done == spec.layers
-    check_command_bound(runs, planes, steps, buffer_bytes, whole)
+    check_command_bound(runs, planes, steps, buffer_bytes, whole=whole)
+    check_merged(steps, buffer_bytes, gap)
 
 
 def positions(runs: list[FileRun]) -> list[int]:
     return [run.position + i for run in runs for i in range(run.blocks)]
 
 
-def check_command_bound(runs: list[FileRun], planes: range, steps: list, buffer_bytes: int, whole: bool) -> None:
-    """Layers x runs reads at most, but for planes that one buffer cannot hold."""
-    if whole or any(
-        r.layout.granule_bytes(p) * r.blocks + 2 * ALIGN_BYTES > buffer_bytes for r in runs for p in planes
-    ):
-        return
-    assert sum(len(step.reads) for step in steps) <= len(planes) * len(runs)
+def check_command_bound(runs: list[FileRun], planes: range, steps: list, buffer_bytes: int, *, whole: bool) -> None:
+    """A read a layer and run at most; of a range that one buffer cannot hold one more for each that it fills."""
+    most = 0
+    for run, plane in itertools.product(runs, planes):
+        size, unit = int(run.layout.plane_bytes[plane]), int(run.layout.granule_blocks[plane]) if whole else 1
+        first = run.first_block // unit * unit
+        blocks = min(run.layout.blocks, -(-(run.first_block + run.blocks) // unit) * unit) - first
+        slack = (run.offset + run.layout.chunk(plane, first)) % ALIGN_BYTES
+        fits = -(-(slack + blocks * size) // ALIGN_BYTES) * ALIGN_BYTES <= buffer_bytes
+        # What is cut may begin in what another left of a buffer, and then lies anywhere in a page.
+        most += 1 if fits else 1 + -(-blocks // max(unit, (buffer_bytes - ALIGN_BYTES + 1) // size // unit * unit))
+    assert sum(len(step.reads) for step in steps) <= most
+
+
+def check_merged(steps: list, buffer_bytes: int, gap: int) -> None:
+    """No two reads of a step touch; a gap that is worth it is read along, unless the buffer cannot hold all of those."""
+    for step in steps:
+        gaps = [b.offset - a.offset - a.size_bytes for a, b in itertools.pairwise(step.reads) if a.file == b.file]
+        assert all(between > 0 for between in gaps)
+        small = [between for between in gaps if between <= gap]
+        assert not small or step.size_bytes + sum(small) > buffer_bytes
 
 
 @given(
