@@ -151,11 +151,13 @@ class Raw:
         for buffer in self._buffers:
             buffer[:] = noise
 
-    def read_s(self, path: Path, setting: Setting, memory: Bytes | None = None) -> float:
-        """The whole file, into a buffer a thread used again and again; or each byte into its own place in `memory`."""
+    def read_s(self, path: Path, setting: Setting, memory: Bytes | None = None, *, copied: bool = False) -> float:
+        """The whole file, into a buffer a thread used again and again; or each byte into its own place in `memory`, where it is
+        read to, or `copied` to out of such a buffer.
+        """
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
-            return self.read_open_s(fd, os.fstat(fd).st_size, setting, memory)
+            return self._run_s(os.preadv, fd, os.fstat(fd).st_size, setting, memory, copied=copied)
         finally:
             os.close(fd)
 
@@ -177,15 +179,24 @@ class Raw:
             os.close(fd)
 
     def _run_s(
-        self, command: Callable[..., int], fd: int, size_bytes: int, setting: Setting, memory: Bytes | None = None
+        self,
+        command: Callable[..., int],
+        fd: int,
+        size_bytes: int,
+        setting: Setting,
+        memory: Bytes | None,
+        *,
+        copied: bool = False,
     ) -> float:
         offsets = iter(range(0, size_bytes, setting.command_bytes))  # `next` on it is atomic
 
         def work(buffer: Bytes) -> None:
             for offset in offsets:
                 count = min(setting.command_bytes, size_bytes - offset)
-                place = buffer[:count] if memory is None else memory[offset : offset + count]
+                place = buffer[:count] if memory is None or copied else memory[offset : offset + count]
                 assert command(fd, [place], offset) == count
+                if memory is not None and copied:
+                    memory[offset : offset + count] = place
 
         return together_s([partial(work, buffer) for buffer in self._buffers[: setting.threads]])
 
