@@ -190,7 +190,7 @@ class Space:
             grant,
             self.spec,
             self.shard,
-            lambda _: self.client.tools.writing(),
+            self.client.tools.writing(),
             checksums=connection.welcome.verify != "off",
             # With "remote", what peers read is checked: a node without peers needs none of memory.
             memory_checksums=connection.welcome.verify == "all" or connection.welcome.memory_checksums,

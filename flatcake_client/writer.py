@@ -34,7 +34,7 @@ from flatcake_transport.footer import CHECKSUM_NONE, CHECKSUM_XXH3
 from flatcake_transport.layout import SegmentLayout
 from flatcake_transport.mover import Checks, MemorySpan, Move, Mover, PagedSpan, Slots, Transfer
 from flatcake_transport.paged import check_span, on_device
-from flatcake_transport.plan import WriteStep, plan_writes
+from flatcake_transport.plan import plan_writes
 from flatcake_transport.space import SpaceSpec
 from flatcake_transport.window import OpenFile, StagingPool, Window
 
@@ -87,7 +87,7 @@ class Turn:
         grant: Grant,
         spec: SpaceSpec,
         shard: int,
-        tools_of: Callable[[Any], WriteTools],
+        tools: WriteTools,
         *,
         checksums: bool,
         memory_checksums: bool = True,
@@ -96,9 +96,9 @@ class Turn:
         guard: Callable[[], None] = lambda: None,
         forked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`tools_of` gives the tools for a layer's source array; `timeout_s` bounds each call that is given no other."""
+        """`timeout_s` bounds each call that is given no other."""
         self._home, self._grant, self._spec, self._shard = home, grant, spec, shard
-        self._tools_of, self._timeout_s, self._now_s, self._guard = tools_of, timeout_s, now_s, guard
+        self._tools, self._timeout_s, self._now_s, self._guard = tools, timeout_s, now_s, guard
         self._forked = forked
         self._algorithms = [
             CHECKSUM_XXH3 if checksums and (part.file_id or memory_checksums) else CHECKSUM_NONE for part in grant.parts
@@ -256,28 +256,17 @@ class Turn:
     def _write(self, index: int, layer: int, source: Any, slots: Slots, deadline_s: float) -> None:
         part, layout, algorithm = self.parts[index], self._layouts[index], self._algorithms[index]
         plane = self._shard * self._spec.layers + layer
-        tools = self._tools_of(source)
+        pages = PagedSpan(source, slots, int(layout.plane_bytes[plane]))
         if part.file_id:
-            sums = self._write_file(part, layout, plane, algorithm, tools, source, slots, deadline_s)
-            self._sums[index][layer] = sums.astype("<u8").tobytes() if algorithm else b""
-            return
-        plane_bytes = int(layout.plane_bytes[plane])
-        start = part.segment.offset + layout.chunk(plane, 0)
-        data = self._home.arena(deadline_s - self._now_s())[start : start + part.blocks * plane_bytes]
-        span = PagedSpan(source, slots, plane_bytes)
-        sums = _gather(tools.memory, span, data, 0, layout.granule_bytes(plane), algorithm)
+            sums = self._write_file(part, layout, plane, algorithm, pages, deadline_s)
+        else:
+            start = part.segment.offset + layout.chunk(plane, 0)
+            data = self._home.arena(deadline_s - self._now_s())[start : start + pages.size_bytes]
+            sums = _gather(self._tools.memory, pages, data, 0, layout.granule_bytes(plane), algorithm)
         self._sums[index][layer] = sums.astype("<u8").tobytes() if algorithm else b""
 
     def _write_file(
-        self,
-        part: Part,
-        layout: SegmentLayout,
-        plane: int,
-        algorithm: int,
-        tools: WriteTools,
-        source: Any,
-        slots: Slots,
-        deadline_s: float,
+        self, part: Part, layout: SegmentLayout, plane: int, algorithm: int, pages: PagedSpan, deadline_s: float
     ) -> NDArray[np.uint64]:
         """Gather and write one plane, a buffer at a time; the last writes go on after this returns. Its checksums."""
         if not self._files:
@@ -285,39 +274,35 @@ class Turn:
         file = self._files.get(part.file_id)
         if file is None:
             raise Unavailable(f"the daemon handed over no descriptor of file {part.file_id}")
-        steps = plan_writes(layout, plane, buffer_bytes=tools.staging.buffer_bytes)
-        plane_bytes = int(layout.plane_bytes[plane])
+        tools, plane_bytes = self._tools, pages.plane_bytes
         sums: list[NDArray[np.uint64]] = []
-        for step in steps:  # a window more each, not one again: the disk never waits for the next gather
-            window, moving = self._open_window(tools.staging, deadline_s), []
+        # A window more each step, not one again: the disk never waits for the next gather.
+        for step in plan_writes(layout, plane, buffer_bytes=tools.staging.buffer_bytes):
+            window, moving = self._open_window(deadline_s), []
             buffer = window.buffers[0]
             try:
                 gathered = buffer[step.gather_offset : step.gather_offset + step.blocks * plane_bytes]
-                span = PagedSpan(source, slots[step.first_block : step.first_block + step.blocks], plane_bytes)
+                blocks = pages.part(step.first_block, step.first_block + step.blocks)
                 unchecked_blocks = (step.checked_offset - step.gather_offset) // plane_bytes
-                sums.append(_gather(tools.memory, span, gathered, unchecked_blocks, step.granule_bytes, algorithm))
+                sums.append(_gather(tools.memory, blocks, gathered, unchecked_blocks, step.granule_bytes, algorithm))
                 aligned = buffer[step.source_offset : step.source_offset + step.size_bytes]
                 aligned[step.size_bytes - step.zero_bytes :] = 0
-                moving.append(self._submit(tools.files, file, part, step, aligned))
+                target = file.span(part.file_offset + step.offset, step.size_bytes)
+                moving.append(tools.files.submit([Move(MemorySpan(aligned), target)]))
+                self.transfers += moving
             finally:
                 window.close(moving)
         return np.concatenate(sums)
 
-    def _open_window(self, staging: StagingPool, deadline_s: float) -> Window:
+    def _open_window(self, deadline_s: float) -> Window:
         """A window whose writes have landed. Raises: Yielded, GivenUp: other writes had them all until the deadline, or the end."""
         try:
-            return staging.open_window(deadline_s - self._now_s(), lambda: not self._unwanted)
+            return self._tools.staging.open_window(deadline_s - self._now_s(), lambda: not self._unwanted)
         except Overloaded as error:
             raise self._late(f"writes yielded to other traffic: {error}") from error
 
     def _late(self, why: str) -> Yielded | GivenUp:
         return GivenUp("the turn was given up") if self._unwanted else Yielded(why)
-
-    def _submit(self, files: Mover, file: OpenFile, part: Part, step: WriteStep, data: Any) -> Transfer:
-        target = file.span(part.file_offset + step.offset, step.size_bytes)
-        transfer = files.submit([Move(MemorySpan(data), target)])
-        self.transfers.append(transfer)
-        return transfer
 
 
 def _outcome(failure: FlatCakeError | None) -> str:
@@ -331,7 +316,7 @@ def _gather(
     mover: Mover, pages: PagedSpan, data: Any, unchecked_blocks: int, granule_bytes: int, algorithm: int
 ) -> NDArray[np.uint64]:
     """Copy slots to host memory; the checksums of what follows the first `unchecked_blocks`, taken on the way."""
-    start, slots = unchecked_blocks * pages.plane_bytes, pages.slots
+    start = unchecked_blocks * pages.plane_bytes
     whole = Move(pages, MemorySpan(data))
     if not algorithm or on_device(pages.pages):
         mover.submit([whole]).wait()  # without a deadline: when this returns, nobody may still read the engine's memory
@@ -339,8 +324,7 @@ def _gather(
     checks = Checks(granule_bytes, algorithm, np.zeros(-(-(len(data) - start) // granule_bytes), np.uint64))
     moves = [replace(whole, checks=checks)]
     if start:
-        before = PagedSpan(pages.pages, slots[:unchecked_blocks], pages.plane_bytes)
-        after = PagedSpan(pages.pages, slots[unchecked_blocks:], pages.plane_bytes)
+        before, after = pages.part(0, unchecked_blocks), pages.part(unchecked_blocks, len(pages.slots))
         moves = [Move(before, MemorySpan(data[:start])), Move(after, MemorySpan(data[start:]), checks)]
     mover.submit(moves).wait()
     return checks.sums

@@ -118,7 +118,7 @@ def test_it_stops_no_read_and_no_write_of_another(tmp_path, gate, movers) -> Non
     home.files = lambda *_: {key: dataclasses.replace(file, device=HEALTHY) for key, file in files(1, 1.0).items()}
     writing = WriteTools(movers.files, movers.memory, StagingPool(2 * GRANULE, GRANULE))
     grant = home.grant([(0, 4, False)])
-    turn = Turn(home, grant, SPEC, 0, lambda _: writing, checksums=True, timeout_s=60.0)
+    turn = Turn(home, grant, SPEC, 0, writing, checksums=True, timeout_s=60.0)
     for layer in range(SPEC.layers):
         turn.write_layer(layer, healthy.chain.kv[layer], np.arange(4))
     assert turn.commit()

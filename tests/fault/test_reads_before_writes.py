@@ -107,7 +107,7 @@ def story(tmp_path: Path, disk):
 
 
 def turn_of(home: FakeHome, writing: WriteTools, timeout_s: float) -> Turn:
-    return Turn(home, home.grant([(0, 4, False)]), SPEC, 0, lambda _: writing, checksums=True, timeout_s=timeout_s)
+    return Turn(home, home.grant([(0, 4, False)]), SPEC, 0, writing, checksums=True, timeout_s=timeout_s)
 
 
 def source() -> np.ndarray:

@@ -45,7 +45,7 @@ def test_a_turn_writes_its_segments(data: st.DataObject) -> None:
             blocks = range(parts[0][0], at)
             kv = [rng.integers(0, 256, (len(blocks), size), np.uint8) for size in sizes * shards]
             for shard in range(shards):
-                turn = Turn(home, grant, spec, shard, lambda _: tools, checksums=True, timeout_s=10.0)
+                turn = Turn(home, grant, spec, shard, tools, checksums=True, timeout_s=10.0)
                 assert turn.blocks == blocks
                 for layer in data.draw(st.permutations(range(layers)), "order"):
                     kind = data.draw(st.sampled_from(PAGES), "pages")

@@ -50,7 +50,7 @@ def make(home, gate, memory):
     def make_turn(parts=((0, 4, False),), *, timeout_s=5.0, windows=2, checksums=True, memory_checksums=True):
         tools = WriteTools(gate, memory, StagingPool(BUFFER * windows, BUFFER, 1))
         return Turn(
-            home, home.grant(parts), SPEC, 0, lambda _: tools,
+            home, home.grant(parts), SPEC, 0, tools,
             checksums=checksums, memory_checksums=memory_checksums, timeout_s=timeout_s,
         )  # fmt: skip
 
@@ -192,7 +192,7 @@ def test_a_write_that_waits_for_staging_hears_that_the_turn_is_given_up(make, ga
     turn.write_layer(0, PAGES, [0, 1, 2, 3])
     writing = threading.Thread(target=turn.write_layer, args=(1, PAGES, [0, 1, 2, 3], 600.0), daemon=True)
     writing.start()
-    until(lambda: turn._tools_of(PAGES).staging.stats().waits)
+    until(lambda: turn._tools.staging.stats().waits)
     giving_up = threading.Thread(target=turn.abort, args=(60.0,), daemon=True)
     giving_up.start()
     writing.join(20)
@@ -276,7 +276,7 @@ def test_without_verification_there_are_no_checksums(make, home):
 
 
 def test_nothing_to_store(home):
-    turn = Turn(home, Grant(0, (), "s"), SPEC, 0, lambda _: None, checksums=True, timeout_s=1.0)
+    turn = Turn(home, Grant(0, (), "s"), SPEC, 0, None, checksums=True, timeout_s=1.0)
     turn.write_layer(0, PAGES, [])
     assert turn.commit()
     assert home.outcomes == ["stored"]
