@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 from rich.table import Table
@@ -25,6 +25,7 @@ from flatcake_transport.trace import Request, read_trace, write_trace
 from flatcake_transport.units import approximate_size, parse_duration, parse_size
 
 _STEP_REQUESTS: Final = 512
+T = TypeVar("T")
 
 Trace = Annotated[
     Path | None,
@@ -84,7 +85,9 @@ def analyze(
     name, traffic = _read(trace, profile, sessions, seed, spread, save_trace)
     with progress_bar("analysing") as step:
         reuse = analyse(traffic, step)
-    document = report(name, traffic, reuse, bytes_per_token=token_bytes, memory_bytes=parse_size(memory_bytes))
+    document = report(
+        name, traffic, reuse, bytes_per_token=token_bytes, memory_bytes=_some_bytes("--memory-bytes", memory_bytes)
+    )
     tables = _analysis_tables(document)
     if plots and plot:
         write_page(plot, f"Traffic of {name}", document["advice"]["summary"], plots.analysis_plots(document), tables)
@@ -128,13 +131,13 @@ def tune(
     plots = _plots(plot)
     token_bytes = _token_bytes(model, bytes_per_token)
     rates = Rates(_some_bytes("--memory-rate", memory_rate), _some_bytes("--ssd-rate", ssd_rate), prefill_rate)
-    limits = {"ssd_bytes_max": parse_size(ssd_bytes_max)} if ssd_bytes_max else {}
+    limits = {"ssd_bytes_max": _some_bytes("--ssd-bytes-max", ssd_bytes_max)} if ssd_bytes_max else {}
     name, traffic = _read(trace, profile, sessions, seed, spread, save_trace)
     with progress_bar("trying settings") as step:
         found = recommend(
             traffic,
             bytes_per_token=token_bytes,
-            memory_bytes_max=parse_size(memory_bytes_max),
+            memory_bytes_max=_some_bytes("--memory-bytes-max", memory_bytes_max),
             rates=rates,
             progress=step,
             **limits,
@@ -170,7 +173,7 @@ def _read(
         if not trace.exists():
             raise ValueError(f"{trace} does not exist: give a trace, or --profile NAME")
         name, title = trace.name, f"reading {trace.name}"
-    spread_s = parse_duration(spread)
+    spread_s = _read_as(parse_duration, "--spread", spread)
 
     def requests(step: Step) -> Iterator[Request]:
         if trace is None:
@@ -207,10 +210,17 @@ def _token_bytes(model: str, told: str | None) -> int:
 
 
 def _some_bytes(option: str, text: str) -> int:
-    size_bytes = parse_size(text)
+    size_bytes = _read_as(parse_size, option, text)
     if not size_bytes:
         raise ValueError(f"{option} is above 0")
     return size_bytes
+
+
+def _read_as(parse: Callable[[object], T], option: str, text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
 
 
 def _plots(folder: Path | None) -> Any:

@@ -26,6 +26,7 @@ from flatcake_server.machine import (
     ROOT,
     free_huge_pages_bytes,
     free_memory_bytes,
+    is_memory,
     memory_limit_bytes,
     read_meminfo,
     read_number,
@@ -254,8 +255,12 @@ def probe_device(path: Path, root: Path = ROOT) -> Finding:
     block = root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}"
     queue = next((q for q in (block / "queue", block / ".." / "queue") if q.exists()), None)
     limits = _io_limits(root)
+    if is_memory(path, root):
+        return Finding(
+            name, "no", "memory: what is stored there is gone with the machine", "give a directory on a disk"
+        )
     if queue is None:
-        return Finding(name, "yes", f"no block device of its own (network, overlay or memory){limits}")
+        return Finding(name, "yes", f"no block device of its own (network or overlay){limits}")
     facts = []
     for label, entry in (("scheduler", "scheduler"), ("requests", "nr_requests"), ("largest KiB", "max_sectors_kb")):
         try:

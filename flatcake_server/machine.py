@@ -1,9 +1,10 @@
-"""How much memory this machine has, or this container may have. `root` is where /proc and /sys are looked for, so that tests can show
+"""How much memory this machine has, or this container may have, and what is no disk but memory. `root` is where /proc and /sys are looked for, so that tests can show
 a machine of their own.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -59,3 +60,15 @@ def _used_bytes(root: Path) -> int:
 def free_huge_pages_bytes(root: Path = ROOT) -> int:
     """Of 2 MiB pages that the system has reserved and nobody uses. A container's memory limit does not count them."""
     return HUGE_PAGE_BYTES * (read_number(root / "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages") or 0)
+
+
+def is_memory(path: Path, root: Path = ROOT) -> bool:
+    """Whether what is written there is memory, and gone with the machine. False where it cannot be told."""
+    try:
+        number = path.stat().st_dev
+        lines = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    mounts = (line.partition(" - ") for line in lines)
+    kinds = {ours.split()[2]: theirs.split()[0] for ours, _, theirs in mounts if theirs}
+    return kinds.get(f"{os.major(number)}:{os.minor(number)}") in {"tmpfs", "ramfs"}

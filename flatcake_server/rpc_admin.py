@@ -55,6 +55,7 @@ class AdminClient:
         self._timeout_s = timeout_s
         self._target = grpc_target(endpoint)
         access = Access() if self._target.startswith("unix:") else access_of(os.environ)
+        self._mend = _mend(self._target, access)
         self._channel = _channel(self._target, access)
         self._metadata = access.metadata
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
@@ -114,15 +115,22 @@ class AdminClient:
         if code is grpc.StatusCode.DATA_LOSS:
             return Corrupt(said)
         if code is grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(
-                unreached(self._target)
-                or f"no daemon answers at {self._endpoint}: start one with `flatcake serve`, or name its socket with --endpoint or FLATCAKE_ENDPOINT"
-            )
+            return Unavailable(unreached(self._target) or f"no daemon answers at {self._endpoint}: {self._mend}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return Unavailable(
                 f"the daemon at {self._endpoint} did not answer within {self._timeout_s:g} s: try again later"
             )
         return Unavailable(f"the daemon at {self._endpoint} failed: {said}")
+
+
+def _mend(target: str, access: Access) -> str:
+    """What to do where nobody answers. Over TCP that may be TLS: gRPC says the same of both."""
+    start = "start one with `flatcake serve`, or name its socket with --endpoint or FLATCAKE_ENDPOINT"
+    if target.startswith("unix:"):
+        return start
+    if access.tls is None:
+        return f"{start}; if it has TLS, set FLATCAKE_TLS_CERT_FILE, FLATCAKE_TLS_KEY_FILE and FLATCAKE_TLS_CA_FILE"
+    return f"{start}; or TLS fails: it must have TLS, and its certificate name this address and be of the same CA"
 
 
 def _channel(target: str, access: Access) -> grpc.Channel:

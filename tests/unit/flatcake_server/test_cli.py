@@ -267,6 +267,13 @@ def test_more_memory_than_there_is_starts_no_daemon(flatcake, serves):
     assert "lower it" in err
 
 
+def test_a_path_that_is_memory_is_served_and_said(flatcake, serves, monkeypatch, tmp_path, caplog):
+    serves(lambda _: 7)
+    monkeypatch.setattr("flatcake_server.cli_serve.is_memory", lambda path: path == tmp_path)
+    assert flatcake("serve", "--ssd-paths", str(tmp_path))[0] == 7
+    assert f"{tmp_path} is memory" in caplog.text
+
+
 def test_a_list_is_repeated_or_separated_by_commas(flatcake, serves, tmp_path):
     seen = []
     serves(lambda config: seen.append(config.ssd_paths) or 0)

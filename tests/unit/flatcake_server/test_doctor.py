@@ -114,6 +114,16 @@ def test_a_device_shows_its_limits_and_the_container_s(root, tmp_path):
     assert doctor.probe_device(tmp_path, root.path).state == "no"
 
 
+def test_memory_is_no_disk(root, tmp_path):
+    number = tmp_path.stat().st_dev
+    mount = f"36 35 {os.major(number)}:{os.minor(number)} / /mnt rw,noatime shared:1 - {{}} none rw\n"
+    root("proc/self/mountinfo", mount.format("ext4"))
+    assert doctor.probe_device(tmp_path, root.path).state == "yes"
+    root("proc/self/mountinfo", "1 2 0:1 / / rw - proc proc rw\nbroken\n" + mount.format("tmpfs"))
+    finding = doctor.probe_device(tmp_path, root.path)
+    assert (finding.state, finding.advice) == ("no", "give a directory on a disk")
+
+
 def test_nvmeof_tells_missing_from_not_loaded_from_there(root):
     assert "no configfs" in doctor.probe_nvmeof_target(root.path).detail
     root("sys/kernel/config/x")

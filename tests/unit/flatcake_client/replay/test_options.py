@@ -44,7 +44,7 @@ def test_sizes_and_durations_have_units(capsys):
     assert "is no size" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["x", "--profil", "chat"], ["x", "--nothing"], ["x", "--limit", "few"]])
+@pytest.mark.parametrize("arguments", [["x", "--dens", "5s"], ["x", "--nothing"], ["x", "--limit", "few"]])
 def test_an_unknown_option_is_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(arguments)

@@ -228,7 +228,10 @@ def test_tls_in_both_directions(tmp_path, monkeypatch):
             def ask() -> None:
                 with pytest.raises(Refused), contextlib.closing(Wire(two.address)):
                     pass
-                with pytest.raises(Unavailable), AdminClient(two.address, timeout_s=2) as admin:
+                with (
+                    pytest.raises(Unavailable, match="FLATCAKE_TLS_CERT_FILE"),
+                    AdminClient(two.address, timeout_s=2) as admin,
+                ):
                     admin.status()
                 for name, file in files.items():
                     monkeypatch.setenv(f"FLATCAKE_{name.upper()}", file)
