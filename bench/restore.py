@@ -1,6 +1,7 @@
 """Restore from local SSD, beside the best raw O_DIRECT preadv of a sweep on a file of the same size and file system.
 
     one session       2 GiB in 20 turns, through lookup, restore and wait, into shuffled slots
+    short sessions    8, 16 and 64 MiB in 2 turns, each after a pause, beside raw reads of as many bytes after such a pause
     many sessions     16 of 256 MiB: one reader brings them one after the other, or 16 at once: threads of one engine, then
                       processes of their own
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing as mp
 import time
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,6 +47,8 @@ import flatcake_client as fc
 from flatcake_server.rpc_admin import AdminClient
 
 READERS_SEED = 100
+SHORT_MIB = (8, 16, 64)
+PAUSE_S = 0.02
 VERIFY = "remote"  # the default: local reads are not compared with their checksums; what that costs: bench/memory.py
 
 
@@ -98,6 +102,30 @@ def one_session(args: argparse.Namespace, directory: Path, node: Node, client: f
     report.more["raw_copied_gb_s"] = copied.rates(size_bytes)
     with AdminClient(node.endpoint) as admin:
         admin.drop(["one"])
+
+
+def short_sessions(args: argparse.Namespace, directory: Path, client: fc.Client, report: Report) -> None:
+    space, raw, raw_path = open_space(client), Raw(), directory / "raw"
+    for mib in SHORT_MIB:
+        blocks = mib * MIB // BLOCK_BYTES
+        keys, pages = session_keys(space, mib, blocks), Pages(blocks, seed=mib)
+        pages.fill(mib)
+        write_session(space, keys, f"short-{mib}", pages, turn_ends(blocks, 2))
+        raw.write_s(raw_path, pages.size_bytes, Setting(4 * MIB, 4))
+
+        def after_a_pause(work: Callable[[], object]) -> float:
+            time.sleep(PAUSE_S)
+            return timed_s(work)
+
+        say(f"taking turns: restore of {mib} MiB, and raw reads of as much")
+        read = partial(raw.read_s, raw_path, Setting(4 * MIB, 4), pages.memory)
+        limit_s, ours_s = take_turns(
+            4 * args.rounds,
+            lambda _, read=read: after_a_pause(read),  # type: ignore[misc]
+            lambda _, keys=keys, pages=pages: after_a_pause(partial(restore, space, keys, pages)),  # type: ignore[misc]
+        )
+        compared = Compared.of(pages.size_bytes, limit_s, ours_s)
+        report.add(f"{mib} MiB after a pause / raw preadv into as much memory", compared.ratio, detail=compared)
 
 
 def many_sessions(args: argparse.Namespace, node: Node, client: fc.Client, report: Report) -> None:
@@ -197,6 +225,7 @@ def main() -> None:
         fc.connect(node.endpoint) as client,
     ):
         one_session(args, directory, node, client, report)
+        short_sessions(args, directory, client, report)
         many_sessions(args, node, client, report)
     report.show(as_json=args.json)
 

@@ -360,27 +360,27 @@ class ReadStream:
             self._coming = next(self._steps, None)
 
     def _parts(self, step: Step, buffer: Any) -> Iterator[tuple[int, list[Move]]]:
-        """A step's reads, in order of where they land, and where what they bring ends: some of them, or some of one."""
+        """A step's reads, in order of where they land, cut into parts, and where what a part brings ends."""
         moves: list[Move] = []
-        size_bytes = end = 0
+        begin = 0  # of the part
         for read in step.reads:
-            for at in range(0, read.size_bytes, self._part_bytes):
-                count = min(self._part_bytes, read.size_bytes - at)
-                end = read.target + at + count
-                source = self._files[read.file].span(read.offset + at, count)
-                moves.append(Move(source, MemorySpan(buffer[end - count : end])))
-                size_bytes += count
-                if size_bytes >= self._part_bytes:
-                    yield end, moves
-                    moves, size_bytes = [], 0
+            at, last = read.target, read.target + read.size_bytes
+            while at < last:
+                end = min(last, begin + self._part_bytes)
+                source = self._files[read.file].span(read.offset + at - read.target, end - at)
+                moves.append(Move(source, MemorySpan(buffer[at:end])))
+                at = end
+                if at - begin == self._part_bytes:
+                    yield at, moves
+                    moves, begin = [], at
         if moves:
-            yield end, moves
+            yield step.size_bytes, moves
 
     def advance(self, timeout_s: float | None = None) -> tuple[Step, Any, int] | None:
         """The next step, the buffer for its bytes, and up to where they are there; None after the last step.
 
-        A step comes once for each of its parts; the last time it is whole. The bytes that are there may be read until the next call of
-        `advance` or `release` after that. Calling again after TimeoutError goes on.
+        A step comes once for each of its parts, or for several that have landed; the last time it is whole. The bytes that are there may
+        be read until the next call of `advance` or `release` after that. Calling again after TimeoutError goes on.
 
         Raises:
             TimeoutError: the reads have not landed in `timeout_s`.
@@ -393,6 +393,9 @@ class ReadStream:
         end, transfer = parts[0]
         transfer.wait(timeout_s)
         parts.popleft()
+        while parts and parts[0][1].done():  # it is scattered along, by several cores
+            end, transfer = parts.popleft()
+            transfer.wait()
         self._landed = end
         if not parts:
             self._flying.popleft()

@@ -22,7 +22,7 @@ def test_small_planes_share_a_command_when_the_window_holds_them(tmp_path, half_
     hit, movers = FakeHit(chain), Movers()
     pages = [np.zeros((2 * BLOCKS, PLANE), np.uint8) for _ in range(LAYERS)]
     half = 2 * half_planes * BLOCKS * PLANE
-    tools = movers.reading(hit, extra_bytes=half - hit_buffer_bytes_min(hit))
+    tools = movers.reading(hit, extra_bytes=half - hit_buffer_bytes_min(hit), part_bytes=half)  # none cut between parts
     restore = Restore(hit, tools, pages, np.arange(2 * BLOCKS), 0, 10.0, now_s=hit.clock)
     assert restore.wait() == 2 * BLOCKS
     assert all(np.array_equal(page, kv) for page, kv in zip(pages, chain.kv, strict=True))

@@ -362,8 +362,8 @@ def test_all_buffers_but_the_callers_are_on_their_way() -> None:
 
 
 def test_a_step_comes_part_by_part_and_its_buffer_is_refilled_after_the_last() -> None:
-    """Reads of 3, 1 and 6 pages in parts of 2: a long one is cut, short ones land together."""
-    sizes, targets = (3, 1, 6), (0, 3, 4)
+    """Reads of 3, 2 and 5 pages in parts of 2: a long one is cut, and the last of one lands with the first of the next."""
+    sizes, targets = (3, 2, 5), (0, 3, 5)
     reads = tuple(StepRead(5, 10 * t * PAGE, s * PAGE, t * PAGE) for s, t in zip(sizes, targets, strict=True))
     mover, pool = Hand(FILE), StagingPool(10 * PAGE, 10 * PAGE, 1)
     stream = ReadStream(
@@ -373,29 +373,22 @@ def test_a_step_comes_part_by_part_and_its_buffer_is_refilled_after_the_last() -
         pool.open_window(0),
         part_bytes=2 * PAGE,
     )
-    assert [[move.source.size_bytes // PAGE for move in each.moves] for each in mover.transfers] == [
-        [2],
-        [1, 1],
-        [2],
-        [2],
-        [2],
-    ]
+    parts = [[move.source.size_bytes // PAGE for move in each.moves] for each in mover.transfers]
+    assert parts == [[2], [1, 1], [1, 1], [2], [2]]
     assert (stream.reads, stream.bytes_left) == (3, None)
-    for transfer in reversed(mover.transfers[1:]):
-        transfer.land()
+    pages = [0, 1, 2, 30, 31, 50, 51, 52, 53, 54]
+    mover.transfers[1].land()
+    mover.transfers[4].land()
     with pytest.raises(TimeoutError):
         stream.advance(0)  # in order, also when what is behind has landed
-    mover.transfers[0].land()
-    ends = []
-    for _ in range(5):
-        assert len(mover.transfers) == 5
+    landed = 0
+    for part, pages_there in (0, 4), (2, 6), (3, 10):
+        mover.transfers[part].land()
         got, buffer, end = stream.advance(0)
-        ends.append(end // PAGE)
-        assert got.size_bytes == 10 * PAGE
-        first = ends[-2] if len(ends) > 1 else 0
-        pages = [0, 1, 2, 30, 40, 41, 42, 43, 44, 45]
-        assert [int(buffer[at * PAGE]) for at in range(first, ends[-1])] == pages[first : ends[-1]]
-    assert ends == [2, 4, 6, 8, 10]
+        assert (end, got.size_bytes) == (pages_there * PAGE, 10 * PAGE), "what has landed comes together"
+        assert [int(buffer[at * PAGE]) for at in range(landed, pages_there)] == pages[landed:pages_there]
+        assert len(mover.transfers) == 5
+        landed = pages_there
     stream.release()
     assert (len(mover.transfers), stream.bytes_left) == (6, PAGE)
     mover.transfers[5].land()

@@ -2,12 +2,9 @@
 
     file span <-> memory span (host: numpy or CPU tensor)
 
-With O_DIRECT the kernel pins the buffer, cuts the command into bios and submits them all before it waits, so one large
-command keeps the device's queue full by itself; a second bridges the time between the end of one and the start of the next.
-So large moves are cut into commands of at most `command_bytes_max`, and `in_flight_bytes_max` bounds how much is under way:
-16 threads are for small reads. What is under way shares the disk and lands at about the same time, so more than keeps it
-busy only makes the first come later, and leaves the last to be scattered in a row. Restores of 63 MB in parts of 4 MiB
-here, best of 16: 2.3 GB/s with 32 MiB under way, 2.4-2.6 with 16.
+What is under way shares the disk and lands at about the same time. So `in_flight_bytes_max` is what keeps a disk busy and no
+more: else the first bytes come later, and all are scattered in a row when nothing is left to read. And moves are cut into commands
+of at most `command_bytes_max`: while one lands the others keep the disk. 16 threads are for small reads.
 Buffers on huge pages doubled the rate (raw too): pinning and bios by 2 MiB instead of 4 KiB.
 
 Reads go before writes (precedence.py). Each device has a line of its own (pool.py): one that hangs, or an NVMe-oF peer that does
@@ -38,8 +35,8 @@ from flatcake_transport.movers.pool import Batch, Command, Commands
 from flatcake_transport.paged import Bytes, contiguous_bytes
 
 THREADS: Final = 16
-COMMAND_BYTES_MAX: Final = 8 << 20
-IN_FLIGHT_BYTES_MAX: Final = 16 << 20
+COMMAND_BYTES_MAX: Final = 1 << 20
+IN_FLIGHT_BYTES_MAX: Final = 8 << 20
 FALLBACK_BUFFERED: Final = "EINVAL: buffered"
 
 
