@@ -79,6 +79,9 @@ def parse(arguments: Sequence[str]) -> Options:
         raise ValueError("--ablation is of --system flatcake only")
     if told.ablation and told.ablation not in ABLATIONS:
         raise ValueError(f"--ablation {told.ablation} is unknown: choose {', '.join(ABLATIONS)}")
+    thresholds = (told.agent_context_tokens, told.short_reply_tokens)
+    if told.endpoint and (told.ablation == "memory-off" or thresholds != (None, None)):
+        raise ValueError("thresholds and --ablation memory-off need a daemon of the replay's own: leave --endpoint out")
     _refuse_counts(told)
     shaping = Shaping(
         limit=told.limit, sessions=told.sessions, turns=told.turns, max_tokens=told.max_tokens, from_s=told.start,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
@@ -41,18 +41,12 @@ class FlatCakeOptions:
     endpoint: str = ""
     agent_context_tokens: int | None = None
     short_reply_tokens: int | None = None
-    prefetches_max: int = PREFETCHES_MAX
-    more: Mapping[str, str] = field(default_factory=dict)  # options of the daemon
-
-    def __post_init__(self) -> None:
-        if self.ablation and self.ablation not in ABLATIONS:
-            raise ValueError(f"--ablation {self.ablation} is unknown: choose {', '.join(ABLATIONS)}")
-        if self.endpoint and self.ablation == "memory-off":
-            raise ValueError("--ablation memory-off needs a daemon of its own: leave --endpoint out")
 
 
 class FlatCakeSystem:
     """The public client, and a daemon."""
+
+    prefetches_max = PREFETCHES_MAX
 
     def __init__(self, budget: Budget, options: FlatCakeOptions, run_name: str = "replay") -> None:
         """Raises: ValueError: sizes the daemon or the client refuses. Unavailable: the daemon does not serve."""
@@ -72,9 +66,8 @@ class FlatCakeSystem:
                 self._node.close()
             raise
         self.name = f"flatcake {self._ablation}".strip()
-        self.prefetches_max = options.prefetches_max
         self.settings: Mapping[str, Any] = {
-            "ablation": self._ablation, "prefetches_max": options.prefetches_max,
+            "ablation": self._ablation, "prefetches_max": self.prefetches_max,
             "agent_context_tokens": options.agent_context_tokens, "short_reply_tokens": options.short_reply_tokens,
         }  # fmt: skip
         self._tidy = ThreadPoolExecutor(1, "replay-release")
@@ -223,4 +216,4 @@ def _daemon_options(budget: Budget, options: FlatCakeOptions) -> dict[str, objec
         chosen["agent_context_tokens"] = 0  # every context is longer
     if options.ablation == "eviction-layout":
         chosen["sync_commits"] = "false"  # a commit every few blocks: their syncs are no part of what is compared
-    return chosen | dict(options.more)
+    return chosen

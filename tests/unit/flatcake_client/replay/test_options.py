@@ -14,6 +14,8 @@ from flatcake_client.replay.options import parse
         (["x", "--system", "redis"], "choose flatcake, none, mooncake, lmcache, or give --adapter"),
         (["x", "--ablation", "nothing"], "choose one-queue, eviction-layout, no-merge, window-of-one, memory-off"),
         (["x", "--ablation", "one-queue", "--system", "none"], "of --system flatcake only"),
+        (["x", "--ablation", "memory-off", "--endpoint", "h:1"], "leave --endpoint out"),
+        (["x", "--short-reply-tokens", "0", "--endpoint", "h:1"], "leave --endpoint out"),
         (["x", "--load", "1,two"], "write one like"),
         (["x", "--load", "0"], "above 0"),
         (["x", "--workers", "0"], "above 0"),
