@@ -3,7 +3,7 @@
 Two daemons and a real redis-server; `copy_after_hits` is 3. For each of --prefixes prefixes, which node 2 holds in memory, node 1's client looks
 it up and restores it six times: twice from there (`remote`), once more with the copy written at its end (`copying`), then
 from its own memory (`local`). All times are of lookup and restore together, what an engine waits for; `memcpy` is one of the
-same bytes. Needs redis-server or valkey-server, and UCX. Run: python bench/hot.py [--mib 128]
+same bytes. Medians are compared (`memcpy`: bests). Needs redis-server or valkey-server, and UCX. Run: python bench/hot.py [--mib 128]
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
     memory    arena -> shuffled paged slots                                 / one memcpy of the same bytes
     checksum  GB/s of both algorithms on one thread
 
+They take turns; the ratio of the bests is the figure, that of the medians and both rates stand beside it.
 Run: python bench/mover.py [--dir DIR] [--json]
 """
 

@@ -5,7 +5,8 @@
     restore    the restore alone                  compute    the forward alone, after a cache that is in place
 
 Beside is at best the longer of restore and compute; `overlapped` is how much of the shorter was hidden. The model's weights are
-made up and its stored context is noise: bytes and work are those of a real one. Both ways must give the same tokens.
+made up and its stored context is noise: bytes and work are those of a real one. Both ways must give the same tokens. All four take
+turns; bests are compared.
 
 On a CPU the copies of a restore and the forward share the cores, so less is hidden than on a GPU, where the disk and the copy
 engine work while the device computes. Run: python bench/overlap.py [--dir DIR]

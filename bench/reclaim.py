@@ -4,9 +4,9 @@ Before any session goes, the unused tails of files go, and no session goes for h
 a share of the room its different blocks need (an eighth of it memory): the hit rate where sessions go alone, that of this rule, that
 of a cache without end; then the price, which is files made, and what is gained, which is sessions not dropped.
 
-    replay   the requests of docs/replay's `half the room`, with the node of that replay
+    replay   the requests of docs/replay's `half the room`, with the node of that replay, and an oracle's hit rate
 
-Run: python bench/reclaim.py TRACE.jsonl.gz ... [--shares 16,4,2] [--json]
+Run: python bench/reclaim.py TRACE.jsonl.gz ... [--shares 16,4,2] [--replay TRACE.jsonl.gz] [--json]
 """
 
 from __future__ import annotations
