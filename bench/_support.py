@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from flatcake_client.replay.device import file_system
+from flatcake_server.machine import is_memory
 from flatcake_server.rpc_admin import AdminClient
 from flatcake_transport.window import aligned_buffer
 
@@ -38,7 +38,6 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 COMMANDS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
 THREADS = (1, 4, 8, 16)
 START_TIMEOUT_S = 120.0
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 Bytes = NDArray[np.uint8]
 
@@ -61,9 +60,8 @@ def arguments(doc: str | None, **more: tuple[int, str]) -> argparse.Namespace:
 def disk_directory(parent: Path, need_bytes: int) -> Iterator[Path]:
     """A directory of our own below `parent`, gone afterwards. Exits where that is memory, or has no room."""
     parent = parent.resolve()
-    kind = file_system(parent)
-    if kind in MEMORY_FILE_SYSTEMS:
-        sys.exit(f"{parent} is on {kind}, which is memory: give --dir a directory on the disk to measure")
+    if is_memory(parent):
+        sys.exit(f"{parent} lies in memory: give --dir a directory on the disk to measure")
     free_bytes = shutil.disk_usage(parent).free
     if free_bytes < need_bytes + GIB:
         sys.exit(
