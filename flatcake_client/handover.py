@@ -26,9 +26,9 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -292,6 +292,6 @@ def _mapping_bytes(fd: int, arena_bytes: int) -> int:
     return max(arena_bytes, os.fstat(fd).st_size)
 
 
-def _close_all(fds: Any) -> None:
+def _close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)

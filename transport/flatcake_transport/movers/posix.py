@@ -24,9 +24,9 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.layout import ALIGN_BYTES
@@ -108,7 +108,9 @@ class PosixMover:
             for at, part in parts
         ]
 
-    def _transfer(self, command: Any, fd: int, offset: int, memory: Bytes, direct: bool) -> None:
+    def _transfer(
+        self, command: Callable[[int, Bytes, int], int], fd: int, offset: int, memory: Bytes, direct: bool
+    ) -> None:
         """Move all of `memory`, by as many commands as it takes."""
         moved = commands = 0
         try:
