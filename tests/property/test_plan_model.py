@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import given
@@ -108,13 +110,46 @@ def make_files(runs: list[FileRun]) -> dict[int, np.ndarray]:
     return files
 
 
-@given(hits(), st.integers(0, 8), st.sampled_from([0, 4096, 64 << 10]), st.booleans(), st.data())
+class Range(NamedTuple):
+    """What one layer wants of one run, widened to granules where whole ones are asked for."""
+
+    first: int
+    end: int
+    unit: int  # blocks between which it may be cut
+    plane_bytes: int
+    start: int  # of block 0, in the file
+
+    def size_bytes(self, first: int, end: int) -> int:
+        """In a buffer: these blocks with the pages that they lie in."""
+        slack = (self.start + first * self.plane_bytes) % ALIGN_BYTES
+        return -(-(slack + (end - first) * self.plane_bytes) // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def range_of(run: FileRun, plane: int, *, whole: bool) -> Range:
+    unit = int(run.layout.granule_blocks[plane]) if whole else 1
+    first = run.first_block // unit * unit
+    end = min(run.layout.blocks, -(-(run.first_block + run.blocks) // unit) * unit)
+    return Range(first, end, unit, int(run.layout.plane_bytes[plane]), run.offset + run.layout.chunk(plane, 0))
+
+
+def buffer_of(data: st.DataObject, spec: SpaceSpec, runs: list[FileRun], planes: range, *, whole: bool) -> int:
+    """The least that will do and some pages more, or just as much as one of the ranges takes."""
+    layouts = [run.layout for run in runs] or [segment_layout(spec, 1)]
+    least = max(buffer_bytes_min(layout, whole_granules=whole) for layout in layouts)
+    wanted = [range_of(run, plane, whole=whole) for run in runs for plane in planes]
+    exact = sorted(size for each in wanted if (size := each.size_bytes(each.first, each.end)) >= least)
+    more = st.integers(0, 8).map(lambda pages: least + pages * ALIGN_BYTES)
+    return data.draw(st.one_of(more, st.sampled_from(exact)) if exact else more)
+
+
+@given(hits(), st.sampled_from([0, 4096, 64 << 10]), st.booleans(), st.data())
 def test_restore_brings_every_block_once(
-    hit: tuple[SpaceSpec, list[FileRun]], more_pages: int, gap: int, whole: bool, data: st.DataObject
+    hit: tuple[SpaceSpec, list[FileRun]], gap: int, whole: bool, data: st.DataObject
 ) -> None:
     spec, runs = hit
     shard = data.draw(st.integers(0, spec.shards - 1))
-    check_restore(spec, runs, shard, more_pages, gap, whole=whole)
+    planes = range(shard * spec.layers, (shard + 1) * spec.layers)
+    check_restore(spec, runs, planes, buffer_of(data, spec, runs, planes, whole=whole), gap, whole=whole)
 
 
 @given(
@@ -122,24 +157,23 @@ def test_restore_brings_every_block_once(
         st.tuples(st.lists(st.integers(1, 9000), min_size=60, max_size=120), st.just(1)),
         st.tuples(st.lists(MIDDLING, min_size=1, max_size=2), st.integers(4, 24)),
     ),
-    st.integers(0, 2),
     st.booleans(),
     st.data(),
 )
 def test_full_buffers_hold_what_they_are_to_hold(
-    sizes: tuple[list[int], int], more_pages: int, whole: bool, data: st.DataObject
+    sizes: tuple[list[int], int], whole: bool, data: st.DataObject
 ) -> None:
     planes, blocks = sizes
     spec = SpaceSpec("m", "u8", 1, tuple(planes))
     first = data.draw(st.integers(0, blocks - 1))
     run = FileRun(0, 4096, segment_layout(spec, blocks), first, blocks - first, 0)
-    check_restore(spec, [run], 0, more_pages, 0, whole=whole)
+    planes_of = range(spec.layers)
+    check_restore(spec, [run], planes_of, buffer_of(data, spec, [run], planes_of, whole=whole), 0, whole=whole)
 
 
-def check_restore(spec: SpaceSpec, runs: list[FileRun], shard: int, more_pages: int, gap: int, *, whole: bool) -> None:
-    layouts = [run.layout for run in runs] or [segment_layout(spec, 1)]
-    buffer_bytes = max(buffer_bytes_min(x, whole_granules=whole) for x in layouts) + more_pages * ALIGN_BYTES
-    planes = range(shard * spec.layers, (shard + 1) * spec.layers)
+def check_restore(
+    spec: SpaceSpec, runs: list[FileRun], planes: range, buffer_bytes: int, gap: int, *, whole: bool
+) -> None:
     files = make_files(runs)
     buffer = np.zeros(buffer_bytes, np.uint8)
     seen: set[tuple[int, int]] = set()
@@ -185,6 +219,7 @@ def check_restore(spec: SpaceSpec, runs: list[FileRun], shard: int, more_pages: 
     assert not steps or steps[-1].layers_done == spec.layers
     check_command_bound(runs, planes, steps, buffer_bytes, whole=whole)
     check_merged(steps, buffer_bytes, gap)
+    check_filled(runs, planes, steps, buffer_bytes, whole=whole)
 
 
 def positions(runs: list[FileRun]) -> list[int]:
@@ -192,17 +227,15 @@ def positions(runs: list[FileRun]) -> list[int]:
 
 
 def check_command_bound(runs: list[FileRun], planes: range, steps: list, buffer_bytes: int, *, whole: bool) -> None:
-    """A read a layer and run at most; of a range that one buffer cannot hold one more for each that it fills."""
-    most = 0
-    for run, plane in itertools.product(runs, planes):
-        size, unit = int(run.layout.plane_bytes[plane]), int(run.layout.granule_blocks[plane]) if whole else 1
-        first = run.first_block // unit * unit
-        blocks = min(run.layout.blocks, -(-(run.first_block + run.blocks) // unit) * unit) - first
-        slack = (run.offset + run.layout.chunk(plane, first)) % ALIGN_BYTES
-        fits = -(-(slack + blocks * size) // ALIGN_BYTES) * ALIGN_BYTES <= buffer_bytes
+    """A read a layer and run at most: what fits a buffer is in one piece, what does not in one more than it fills."""
+    pieces = Counter((piece.layer, piece.run) for step in steps for piece in step.pieces)
+    assert all(len(step.reads) <= len(step.pieces) for step in steps)
+    for (r, run), (layer, plane) in itertools.product(enumerate(runs), enumerate(planes)):
+        wanted = range_of(run, plane, whole=whole)
+        fits = wanted.size_bytes(wanted.first, wanted.end) <= buffer_bytes
         # What is cut may begin in what another left of a buffer, and then lies anywhere in a page.
-        most += 1 if fits else 1 + -(-blocks // max(unit, (buffer_bytes - ALIGN_BYTES + 1) // size // unit * unit))
-    assert sum(len(step.reads) for step in steps) <= most
+        each = max(wanted.unit, (buffer_bytes - ALIGN_BYTES + 1) // wanted.plane_bytes // wanted.unit * wanted.unit)
+        assert pieces[layer, r] <= (1 if fits else 1 + -(-(wanted.end - wanted.first) // each))
 
 
 def check_merged(steps: list, buffer_bytes: int, gap: int) -> None:
@@ -212,6 +245,37 @@ def check_merged(steps: list, buffer_bytes: int, gap: int) -> None:
         assert all(between > 0 for between in gaps)
         small = [between for between in gaps if between <= gap]
         assert not small or step.size_bytes + sum(small) > buffer_bytes
+
+
+def check_filled(runs: list[FileRun], planes: range, steps: list, buffer_bytes: int, *, whole: bool) -> None:
+    """A step ends where the next range has no room, or of one that no buffer holds not even the least part."""
+    order = sorted(range(len(runs)), key=lambda r: (runs[r].file, runs[r].offset, runs[r].first_block))
+
+    def brings(step: Any) -> list[tuple[int, int, int, int]]:
+        """(layer, place of the run, first block, end): each piece with what it is widened to."""
+        found = [(check.plane - planes.start, check.run, check.first_block, check.blocks) for check in step.checks] or [
+            (
+                piece.layer,
+                piece.run,
+                runs[piece.run].first_block + piece.position - runs[piece.run].position,
+                piece.blocks,
+            )
+            for piece in step.pieces
+        ]
+        return sorted((layer, order.index(r), first, first + blocks) for layer, r, first, blocks in found)
+
+    def wanted(layer: int, place: int) -> Range:
+        return range_of(runs[order[place]], planes[layer], whole=whole)
+
+    for step, following in itertools.pairwise(steps):
+        room = buffer_bytes - sum(wanted(*at).size_bytes(first, end) for *at, first, end in brings(step))
+        layer, place, first, _ = brings(following)[0]
+        rest = wanted(layer, place)
+        if rest.size_bytes(first, rest.end) <= buffer_bytes:
+            assert rest.size_bytes(first, rest.end) > room
+        else:
+            slack = (rest.start + first * rest.plane_bytes) % ALIGN_BYTES
+            assert slack + rest.unit * rest.plane_bytes > room
 
 
 @given(
