@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatcake_client.connection import Connection
+from flatcake_client.deadline import deadline
 from flatcake_client.hit import RELEASE_WAIT_S, Hit
 from flatcake_client.linger import Linger
 from flatcake_client.rpc import Rpc, Stale, Unknown
@@ -202,7 +203,7 @@ class Client:
         """
         if self.forked():
             return
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = deadline(time.monotonic(), timeout_s)
         # Without the lock: who greets has it, may have long to wait for an answer, and looks at this behind it.
         self._closed = True
         for turn in self.turns.all():
@@ -246,7 +247,7 @@ class Client:
 
         Raises: Unavailable, Overloaded: no answer within the timeout, or a refusal. ValueError: the daemon says so.
         """
-        deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        deadline_s = deadline(time.monotonic(), self.timeout_s if timeout_s is None else timeout_s)
         for _ in range(2):  # once more if the daemon turns out to be another one
             connection = self._greeted(deadline_s)
             try:
@@ -371,8 +372,10 @@ def connect(
             measured, are left out of hits. None: all that is found is fetched.
 
     Raises:
-        ValueError: an endpoint that names nothing, sizes that hold no window, no speed.
+        ValueError: an endpoint that names nothing, sizes that hold no window, no speed, a timeout without end.
     """
+    for each_s in (timeout_s, transfer_timeout_s):
+        deadline(0.0, each_s)
     if prefill_tokens_per_s is not None and not prefill_tokens_per_s > 0:
         raise ValueError(f"prefill_tokens_per_s is {prefill_tokens_per_s}: expected more than 0, or None")
     program = Path(sys.argv[0] if sys.argv else "").name or "python"

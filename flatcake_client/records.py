@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from flatcake_transport.address import Address
 from flatcake_transport.remote import RemoteMemory
+
+COUNT_LIMIT: Final = 1 << 32  # of what the wire takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +114,14 @@ class TurnHints:
     share_counts: tuple[int, ...] | None = None
     turn: int | None = None
     copy: bool = False  # of what other nodes hold
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError: one is no count."""
+        for name in ("context_tokens", "previous_reply_tokens", "turn"):
+            value = getattr(self, name)
+            if value is not None and not (hasattr(value, "__index__") and 0 <= value < COUNT_LIMIT):
+                raise ValueError(f"{name} is {value!r}: expected a whole number from 0 to {COUNT_LIMIT - 1}, or None")
+        if self.share_counts and not 0 <= min(self.share_counts) <= max(self.share_counts) < COUNT_LIMIT:
+            raise ValueError(
+                f"share counts are 0 to {COUNT_LIMIT - 1}, not {min(self.share_counts)} to {max(self.share_counts)}"
+            )

@@ -26,6 +26,7 @@ from typing import Any, Final, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from flatcake_client.deadline import deadline
 from flatcake_client.file_path import FilePath, ReadTools
 from flatcake_client.keys import KeyArray, host_integers
 from flatcake_client.lease import Lease
@@ -120,7 +121,7 @@ class Restore:
         ended: Callable[[Restore], None] = lambda _: None,
     ) -> None:
         """Raises: ValueError: target or slots do not fit the space, or the hit has no block `first_block`."""
-        deadline_s = self._deadline_s = now_s() + timeout_s
+        deadline_s = self._deadline_s = deadline(now_s(), timeout_s)
         self._now_s, self._guard, self._forked, self._ending, self._ended = now_s, guard, forked, ending, ended
         self._lock = threading.RLock()
         self._hit = hit

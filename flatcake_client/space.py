@@ -146,13 +146,15 @@ class Space:
             timeout_s: default the client's.
 
         Raises:
-            ValueError: shapes are wrong. Overloaded: no room, or too many turns. Unavailable: the daemon cannot be asked.
+            ValueError: shapes, or counts, are wrong. Overloaded: no room, or too many turns. Unavailable: the daemon cannot be asked.
         """
         self.client.guard()
         keys = check_keys(keys)
         counts = None if share_counts is None else tuple(host_integers(share_counts, "share counts").tolist())
         if counts is not None and len(counts) != len(keys):
             raise ValueError(f"{len(counts)} share counts for {len(keys)} keys: expected one a key")
+        if not isinstance(session, str | None):
+            raise ValueError(f"a session is a name, a str, not {type(session).__name__}")  # noqa: TRY004 - a caller's bug
         hints = TurnHints(context_tokens, previous_reply_tokens, counts, turn)
         root = root_key(self.spec.fingerprint, salt)
         try:

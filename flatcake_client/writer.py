@@ -26,6 +26,7 @@ from typing import Any, Final, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from flatcake_client.deadline import deadline
 from flatcake_client.keys import host_integers
 from flatcake_client.records import Grant, Part
 from flatcake_transport.checksum import granule_checksums
@@ -141,8 +142,8 @@ class Turn:
                     f"{len(slot_array)} slots: expected one for each of the turn's {len(self.blocks)} blocks"
                 )
             check_span(PagedSpan(source, slot_array, self._spec.plane_bytes[layer]))
+            deadline_s = deadline(self._now_s(), self._timeout_s if timeout_s is None else timeout_s)
             self._written[layer] = True
-            deadline_s = self._now_s() + (self._timeout_s if timeout_s is None else timeout_s)
             try:
                 self._home.check()
                 self._harvest(None)
@@ -171,7 +172,7 @@ class Turn:
                 return True
             if not self._written.all():
                 raise ValueError(f"layers {np.flatnonzero(~self._written).tolist()} were not written")
-            deadline_s = self._now_s() + (self._timeout_s if timeout_s is None else timeout_s)
+            deadline_s = deadline(self._now_s(), self._timeout_s if timeout_s is None else timeout_s)
             self._harvest(deadline_s - self._now_s())
             if self._failure is None:
                 sums = [

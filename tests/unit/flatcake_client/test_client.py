@@ -122,18 +122,6 @@ def test_no_keys_ask_nobody(daemon, client):
     assert "begin_turn" not in daemon.calls
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [np.zeros((3, 15), np.uint8), np.zeros(16, np.uint8), np.zeros((3, 16), np.int8), [b"x" * 16], None],
-    ids=["15 bytes", "1-d", "signed", "list", "none"],
-)
-def test_wrong_keys_are_a_callers_bug(client, keys):
-    space = Kv(client).space
-    for ask in (space.lookup, space.begin_turn):
-        with pytest.raises(ValueError, match=r"\(n, 16\) uint8"):
-            ask(keys)
-
-
 def test_many_keys(daemon, client):
     """200,000 keys in one question."""
     kv = Kv(client, layers=1, plane_bytes=8)
@@ -429,18 +417,3 @@ def test_threads_share_a_client(daemon, client):
     assert not failures
     until(lambda: not daemon.leases)  # who gives back waits a moment for the daemon, and no longer
     assert client.stats().greetings == 1
-
-
-def test_space_sizes(client):
-    with pytest.raises(ValueError, match="shard 2"):
-        client.open_space("m", "d", 1, [1], shards=2, shard=2)
-    with pytest.raises(ValueError, match="raise staging_bytes"):
-        client.open_space("m", "d", 1, [1 << 30])
-    assert client.open_space("m", "d", 1, [24 << 20]).spec.layers == 1, "buffers grow with the planes"
-    assert client.stats().staging["reads"].bytes_made == 0
-
-
-@pytest.mark.parametrize("endpoint", ["nonsense", "http://x:1", "::1:7450", "unix:", "host:port"])
-def test_wrong_endpoints(endpoint):
-    with pytest.raises(ValueError, match="endpoint"):
-        fc.connect(endpoint)
