@@ -50,6 +50,7 @@ class Exporter:
         self._held: dict[FileId, Session] = {}
         self._ending: dict[FileId, asyncio.Task[None]] = {}
         self.failure = "not started"
+        self._begun = False  # there may be a target of ours in the kernel
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -61,12 +62,13 @@ class Exporter:
 
     async def start(self) -> None:
         """Make the target; where that cannot be, nothing is exported, and `failure` says why."""
+        self._begun = True  # also where nobody waits for it to the end: a thread cannot be given up half way
         try:
             await self._in_thread(self._target.start)
             self.failure = ""
             log.info("session files are exported over NVMe-oF as %s", self._target.nqn)
         except Unavailable as error:
-            self.failure = str(error)
+            self._begun, self.failure = False, str(error)
             log.error("session files are not exported over NVMe-oF: %s", error)
 
     async def exported(self, peer_id: int, lease_id: int, host: str) -> dict[FileId, UUID]:
@@ -148,8 +150,8 @@ class Exporter:
 
     async def stop(self) -> None:
         """Withdraw all. Twice is fine."""
-        if not self.failure:
-            self.failure = "stopping"
+        if self._begun:
+            self._begun, self.failure = False, "stopping"
             try:
                 await asyncio.wait_for(self._in_thread(self._target.stop), STOP_S)
             except (Unavailable, TimeoutError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from uuid import UUID
@@ -33,6 +34,7 @@ class Target:
         self._last = 0
 
     def start(self) -> None:
+        assert self.gate.wait(10)
         if self.missing:
             raise Unavailable("no configfs")
 
@@ -189,6 +191,26 @@ def test_a_kernel_without_a_target_is_no_failed_start(tmp_path):
     assert core.do(without.exported(core.clients[1], 1, HOST)) == {}
     core.do(without.stop())
     assert target.stopped == 0
+    core.close()
+
+
+def test_a_start_that_is_given_up_leaves_nothing_in_the_kernel(tmp_path):
+    """SIGTERM meanwhile: the thread goes on, and has made it when the end comes."""
+    core = Core(tmp_path)
+    target = Target()
+    target.gate.clear()
+    given_up = Exporter(core.store, target, [HOST])
+
+    async def story() -> None:
+        starting = asyncio.ensure_future(given_up.start())
+        await Yield()
+        starting.cancel()
+        await asyncio.wait({starting})
+        target.gate.set()
+        await given_up.stop()
+
+    core.do(story())
+    assert target.stopped == 1
     core.close()
 
 
