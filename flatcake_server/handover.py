@@ -4,7 +4,7 @@ One SOCK_SEQPACKET connection a client (words: flatcake_transport.handoff). It i
 client is gone and all it held is given back. Descriptors are read-only for a lease, and both for a turn: who
 wrote a session reads it next, and need not ask. No path is ever named to a client. Opening may block on a disk, so it runs in the disk's threads.
 
-Faults survived: a client that speaks nonsense, never attaches, or floods (its connection is closed); a file that cannot
+Faults survived: a client that speaks nonsense, never attaches, or floods (its connection is closed); one that dies while its answer waits; a file that cannot
 be opened or whose path hangs (to read: it is left out, and its blocks are a miss; to write: a reply that says so); descriptors that
 the system does not pass on now (the same).
 """
@@ -44,6 +44,7 @@ from flatcake_transport.handoff import (
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S: Final = 10.0
+ACCEPT_AGAIN_S: Final = 0.1
 
 
 class Handover:
@@ -85,14 +86,17 @@ class Handover:
             self._listener = None
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+        loop, told = asyncio.get_running_loop(), False
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:  # out of descriptors: those waiting wait on
-                log.warning("a handover connection could not be accepted: %s", error)
-                await asyncio.sleep(0.1)
+                if not told:
+                    log.warning("handover connections cannot be accepted for now: %s", error)
+                told = True
+                await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
+            told = False
             connection.setblocking(False)
             if len(self._connections) >= self._connections_max:
                 connection.close()
@@ -114,26 +118,45 @@ class Handover:
                 await _send(connection, Reply(Status.REFUSED, text=str(error)), [])
                 return
             await _send(connection, Reply(), [])
-            while message := await _receive(connection):
-                reply, fds = await self._answer(client_id, decode_request(message))
-                try:
-                    await _send(connection, reply, fds)
-                    self.handed_total += len(fds)
-                except ConnectionError:
-                    raise
-                except (
-                    OSError
-                ) as error:  # it lives, and may be writing what an end would give to others: only this answer fails
-                    await _send(connection, Reply(Status.FAILED, text=f"descriptors cannot be sent: {error}"), [])
-                finally:
-                    for fd in fds:
-                        os.close(fd)
+            await self._answer_all(connection, client_id)
         except (OSError, ValueError, TimeoutError) as error:
             log.info("a handover connection ended: %s", error or type(error).__name__)
         finally:
             connection.close()
             if client_id:
                 self._store.retirement.background.spawn(self._store.client_gone(client_id))
+
+    async def _answer_all(self, connection: socket.socket, client_id: int) -> None:
+        """Until the connection ends, which is heard also while an answer waits for a disk that hangs."""
+        receiving = asyncio.ensure_future(_receive(connection))
+        answering: asyncio.Future[tuple[Reply, list[int]]] | None = None
+        try:
+            while message := await receiving:
+                receiving = asyncio.ensure_future(_receive(connection))
+                answering = asyncio.ensure_future(self._answer(client_id, decode_request(message)))
+                await asyncio.wait({answering, receiving}, return_when=asyncio.FIRST_COMPLETED)
+                if not answering.done() and receiving.result():  # it asks on before it is answered
+                    await asyncio.wait({answering})
+                if answering.done():
+                    await self._reply(connection, *answering.result())
+        finally:
+            if answering is not None and not answering.done():
+                answering.add_done_callback(_close_unsent)
+            await end([receiving])
+
+    async def _reply(self, connection: socket.socket, reply: Reply, fds: list[int]) -> None:
+        try:
+            await _send(connection, reply, fds)
+            self.handed_total += len(fds)
+        except ConnectionError:
+            raise
+        except (
+            OSError
+        ) as error:  # it lives, and may be writing what an end would give to others: only this answer fails
+            await _send(connection, Reply(Status.FAILED, text=f"descriptors cannot be sent: {error}"), [])
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     async def _answer(self, client_id: int, request: Request) -> tuple[Reply, list[int]]:
         """A reply and the descriptors that go with it; the caller closes them."""
@@ -156,6 +179,13 @@ class Handover:
             return Reply(Status.GONE, text=str(error)), []
         except (FlatCakeError, OSError) as error:
             return Reply(Status.FAILED, text=str(error)), []
+
+
+def _close_unsent(answering: asyncio.Future[tuple[Reply, list[int]]]) -> None:
+    """Of an answer that nobody waits for any more."""
+    if not answering.cancelled() and answering.exception() is None:
+        for fd in answering.result()[1]:
+            os.close(fd)
 
 
 def _handed(opened: dict[int, int]) -> tuple[Reply, list[int]]:

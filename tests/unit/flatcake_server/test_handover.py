@@ -9,12 +9,15 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-from core import Core
+from core import Core, Yield, chain
 
 from flatcake_server import handover as handover_module
 from flatcake_server.handover import Handover
 from flatcake_transport.errors import Unavailable
 from flatcake_transport.handoff import Attach, Request, Status, Verb, decode_reply, encode_attach, encode_request
+from flatcake_transport.space import SpaceSpec
+
+ONE = SpaceSpec("one", "u8", 16, (4096,))
 
 
 def test_an_answer_that_cannot_be_sent_ends_no_client(tmp_path, monkeypatch):
@@ -101,3 +104,69 @@ def test_a_file_that_opens_in_one_way_only_leaves_no_descriptor(tmp_path):
     for fd in disk.opened:
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(fd)
+
+
+def test_a_client_that_dies_behind_a_disk_that_hangs_is_gone_at_once(tmp_path):
+    """What it held elsewhere is given back; what is opened for it later is closed."""
+    core, hang, opened = Core(tmp_path), asyncio.Event(), []
+    core.open(ONE)
+    core.put(ONE, [1, 2])
+    client = core.store.clients.hello("engine", core.now_s)
+    handover = Handover(core.store, core.node.arena, core.node.config.handover_path, 0o600, 1)
+    disk = core.node.disks[1]
+    real = disk.run
+
+    async def run(work, *arguments):
+        await hang.wait()
+        opened.append(await real(work, *arguments))
+        return opened[-1]
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for each in (ours, theirs):
+        each.setblocking(False)
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        serving = asyncio.ensure_future(handover._serve(theirs))
+        await loop.sock_sendall(ours, encode_attach(Attach(client.client_id, client.token)))
+        await loop.sock_recv(ours, 1 << 16)
+        lease = core.store.lookup(client.client_id, ONE.fingerprint, chain(ONE, [1, 2]), pin=True).lease_id
+        disk.run = run
+        await loop.sock_sendall(ours, encode_request(Request(Verb.LEASE, lease, 0)))
+        ours.close()
+        await asyncio.wait_for(serving, 30)
+        for _ in range(100):
+            await Yield()
+        assert core.store.leases.get(lease) is None
+        assert not opened
+        hang.set()
+        for _ in range(100):
+            await Yield()
+
+    core.do(story())
+    disk.run = real
+    ((fd,),) = opened
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+    core.close()
+
+
+def test_connections_that_cannot_be_accepted_are_said_once(tmp_path, monkeypatch, caplog):
+    core, tries = Core(tmp_path), []
+    handover = Handover(core.store, core.node.arena, core.node.config.handover_path, 0o600, 1)
+    monkeypatch.setattr(handover_module, "ACCEPT_AGAIN_S", 0)
+
+    async def accept(_listener):
+        tries.append(1)
+        if len(tries) > 3:
+            raise asyncio.CancelledError
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def story() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "sock_accept", accept)
+        with pytest.raises(asyncio.CancelledError):
+            await handover._accept(None)
+
+    core.do(story())
+    assert caplog.text.count("Too many open files") == 1
+    core.close()
