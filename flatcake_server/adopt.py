@@ -4,27 +4,37 @@ Every committed segment whose file still reaches over it is adopted; all else is
 in it and never appended to again: a client of the old daemon may still hold a descriptor and write where it had reserved.
 Starting twice gives the same.
 
-Decided per path by `plan_adoption` from the journal's image and the list of files; carried out by `adopt`, which blocks.
+Decided per path by `plan_adoption` from the journal's image and the list of files; carried out by `adopt`. What takes long or asks the
+disk runs in its threads, since a signal must be heard meanwhile. All but the reading of the journal, which takes as long as it is
+large, are short steps: a path that does not answer one within `OPEN_S` is left out where there are others.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
 
 from flatcake_server.catalog import Session, SessionFile
 from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.journal_records import JournalImage
 from flatcake_server.records import FileId, FileRecord, Generation, SegmentRecord, SessionNo, SessionRecord
-from flatcake_server.reserve import SHARED_PREFIX
+from flatcake_server.reserve import SHARED_PREFIX, Numbers
+from flatcake_server.session import PathInUse
 from flatcake_transport.address import Address, Medium
 from flatcake_transport.errors import Corrupt, FlatCakeError, Unavailable
 from flatcake_transport.layout import align_up
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+OPEN_S: Final = 60.0  # a command to a disk that is dying fails after half a minute
 
 
 @dataclass(slots=True)
@@ -86,12 +96,73 @@ class Taken:
     file_ids: set[FileId] = field(default_factory=set)
 
 
-def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: int, taken: Taken) -> list[Session]:
-    """Carry out the plan of one path and return its sessions. Blocks; for the start.
+async def take_over(disks: Sequence[Disk], ssd_range: ExtentAllocator, node_id: int, numbers: Numbers) -> list[Session]:
+    """Open a node's SSD paths and adopt what is on them. One of several that cannot be had is left out; its `failure` says why.
+
+    Raises: Unavailable, Overloaded, Corrupt: none can be had. PathInUse: one belongs to another daemon.
+    """
+    results = await asyncio.gather(*(_opened(disk, node_id) for disk in disks), return_exceptions=True)
+    images: dict[Disk, JournalImage] = {}
+    for disk, result in zip(disks, results, strict=True):
+        with _or_without(disk, disks):
+            if isinstance(result, BaseException):
+                raise result
+            numbers.session_no = max(numbers.session_no, result.next_session_no)
+            numbers.file_id = max(numbers.file_id, result.next_file_id)
+            numbers.generation = max(numbers.generation, result.next_generation)
+            images[disk] = result
+    sessions: list[Session] = []
+    taken = Taken(numbers.next_session_no)
+    for disk, image in images.items():
+        with _or_without(disk, disks):
+            sessions += await _answered(disk, adopt(disk, image, ssd_range, node_id, taken))
+    return sessions
+
+
+async def _opened(disk: Disk, node_id: int) -> JournalImage:
+    await _answered(disk, disk.run(disk.open))
+    return await disk.read(disk.journal.load, node_id)
+
+
+async def _answered(disk: Disk, work: Coroutine[Any, Any, T]) -> T:
+    """Raises: Unavailable: a step of the work has lasted for `OPEN_S`. What it raises."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if (left_s := OPEN_S - disk.waited_s) <= 0:
+                raise Unavailable(
+                    f"SSD path {disk.path} cannot be opened: its disk has not answered for {OPEN_S:g} s: look at it and its mount"
+                )
+            await asyncio.wait({task}, timeout=left_s)
+        return task.result()
+    finally:
+        task.cancel()
+
+
+@contextlib.contextmanager
+def _or_without(disk: Disk, disks: Sequence[Disk]) -> Iterator[None]:
+    """One of several paths may fail to start, and costs its own sessions only; but not all of them."""
+    try:
+        yield
+    except PathInUse:
+        raise
+    except FlatCakeError as error:
+        if all(other.failure for other in disks if other is not disk):
+            raise
+        disk.failure = str(error)
+        log.error("SSD path %s is out of service: %s", disk.path, error)
+
+
+async def adopt(
+    disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: int, taken: Taken
+) -> list[Session]:
+    """Carry out the plan of one path and return its sessions. One path at a time.
 
     Raises: Unavailable, Overloaded, Corrupt: the path cannot be used.
     """
-    on_disk = disk.files.list()
+    on_disk: dict[FileId, int] = {}
+    for folder in await disk.run(disk.files.folders):
+        on_disk |= await disk.run(disk.files.list, folder)
     if taken.file_ids & (image.files.keys() | on_disk.keys()):
         raise Unavailable(
             f"{disk.path} has session files with the numbers of another path's: it belonged to another node. "
@@ -102,36 +173,36 @@ def adopt(disk: Disk, image: JournalImage, ssd_range: ExtentAllocator, node_id: 
             f"{disk.path} has {len(on_disk)} session files, but its journal is gone: "
             f"run `flatcake check --rebuild --ssd-paths {disk.path}`, or empty the directory to start anew"
         )
-    plan = plan_adoption(image, on_disk)
+    plan = await disk.read(plan_adoption, image, on_disk)
     if plan.lost_segments or plan.lost_sessions or plan.lost_files:
         log.warning(
             "%s: %d segments have no bytes on the disk any more and are forgotten", disk.path, len(plan.lost_segments)
         )
-        disk.journal.drop(None, plan.lost_files, plan.lost_segments)
+        await disk.run(disk.journal.drop, None, plan.lost_files, plan.lost_segments)
         for session_no in plan.lost_sessions:
-            disk.journal.drop(session_no, [], [])
-    _cut(disk, plan, on_disk)
-    _take_range(plan, ssd_range)
+            await disk.run(disk.journal.drop, session_no, [], [])
+    await _cut(disk, plan, on_disk)
+    await disk.read(_take_range, plan, ssd_range)
     disk.lost = [(file.base, file.size_bytes) for files in plan.files.values() for file in files]  # should it fail now
     changed = [file for files in plan.files.values() for file in files if file != image.files[file.file_id]]
     if changed:
-        disk.journal.put_file(*changed)
-    _renumber(disk, plan, taken)
-    _delete_orphans(disk, plan, on_disk, ssd_range)
+        await disk.run(disk.journal.put_file, *changed)
+    await _renumber(disk, plan, taken)
+    await _delete_orphans(disk, plan, on_disk, ssd_range)
     taken.session_nos.update(record.session_no for record in plan.sessions)
     taken.file_ids.update(on_disk)
-    sessions = [_session(record, plan, image, disk.pool, node_id) for record in plan.sessions]
+    sessions = await disk.read(_sessions, plan, image, disk.pool, node_id)
     disk.files_bytes = sum(session.file_bytes for session in sessions)
     disk.files_count = sum(len(session.files) for session in sessions)
     disk.lost = []
     return sessions
 
 
-def _cut(disk: Disk, plan: Adoption, on_disk: Mapping[FileId, int]) -> None:
+async def _cut(disk: Disk, plan: Adoption, on_disk: Mapping[FileId, int]) -> None:
     """Cut files to what is committed in them. One that cannot be cut keeps its length, which counts as reserved."""
     for file in plan.cut:
         try:
-            disk.files.truncate(file.file_id, file.size_bytes)
+            await disk.run(disk.files.truncate, file.file_id, file.size_bytes)
         except Unavailable as error:
             log.warning("session file %x on %s keeps its unused tail: %s", file.file_id, disk.path, error)
             whole = replace(file, size_bytes=on_disk[file.file_id])
@@ -151,7 +222,7 @@ def _take_range(plan: Adoption, ssd_range: ExtentAllocator) -> None:
                 files[at] = replace(file, base=base)
 
 
-def _renumber(disk: Disk, plan: Adoption, taken: Taken) -> None:
+async def _renumber(disk: Disk, plan: Adoption, taken: Taken) -> None:
     """Give another number to sessions whose number is another path's: a rebuilt journal counts from 1 again.
 
     Killed half way, a session may have become two, each whole in itself.
@@ -165,14 +236,16 @@ def _renumber(disk: Disk, plan: Adoption, taken: Taken) -> None:
         plan.segments[new] = [replace(segment, session_no=new) for segment in plan.segments.pop(old)]
         for file in plan.files[new]:
             mine = [segment for segment in plan.segments[new] if segment.file_id == file.file_id]
-            disk.journal.commit(record, file, mine, {})
-        disk.journal.drop(old, [], [])
+            await disk.run(disk.journal.commit, record, file, mine, {})
+        await disk.run(disk.journal.drop, old, [], [])
 
 
-def _delete_orphans(disk: Disk, plan: Adoption, on_disk: Mapping[FileId, int], ssd_range: ExtentAllocator) -> None:
+async def _delete_orphans(
+    disk: Disk, plan: Adoption, on_disk: Mapping[FileId, int], ssd_range: ExtentAllocator
+) -> None:
     for file_id in plan.orphans:
         try:
-            disk.files.delete(file_id)
+            await disk.run(disk.files.delete, file_id)
         except FlatCakeError as error:
             size_bytes = align_up(max(on_disk[file_id], 1))
             base = ssd_range.allocate(size_bytes)
@@ -182,6 +255,10 @@ def _delete_orphans(disk: Disk, plan: Adoption, on_disk: Mapping[FileId, int], s
             disk.releasing[base] = size_bytes
     if plan.orphans:
         log.info("%s: %d files that nothing was committed in are deleted", disk.path, len(plan.orphans))
+
+
+def _sessions(plan: Adoption, image: JournalImage, pool: int, node_id: int) -> list[Session]:
+    return [_session(record, plan, image, pool, node_id) for record in plan.sessions]
 
 
 def _session(record: SessionRecord, plan: Adoption, image: JournalImage, pool: int, node_id: int) -> Session:

@@ -17,15 +17,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
 from aiohttp import web
 
-from flatcake_server.adopt import Taken, adopt
+from flatcake_server.adopt import take_over
 from flatcake_server.arena import Arena
-from flatcake_server.catalog import Catalog, Session
+from flatcake_server.catalog import Catalog
 from flatcake_server.clients import Clients
 from flatcake_server.cluster.build import advertised, build_cluster, load_node_secrets
 from flatcake_server.cluster.cluster import Cluster
@@ -35,15 +36,14 @@ from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.handover import Handover
 from flatcake_server.index import BlockIndex
-from flatcake_server.journal_records import JournalImage
 from flatcake_server.lease import LeaseTable
 from flatcake_server.placement import Policy
 from flatcake_server.reserve import Numbers, Reserver
 from flatcake_server.retire import Retirement
+from flatcake_server.room import Room
 from flatcake_server.rpc import Identity, StoreService, Timings
 from flatcake_server.rpc_server import RpcServer
 from flatcake_server.rpc_views import AdminService, Views
-from flatcake_server.session import PathInUse
 from flatcake_server.sizing import SizingPolicy
 from flatcake_server.sockets import take_socket
 from flatcake_server.store import Bounds, Store
@@ -60,7 +60,6 @@ log = logging.getLogger(__name__)
 SILENCE_LEASES = 10
 TICK_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
-OPEN_S = 60.0  # of a path: a command to a disk that is dying fails after half a minute
 CANNOT_NOW = 3  # the exit code of every command that could not do what it was told
 
 
@@ -79,12 +78,12 @@ class Node:
         self.catalog = Catalog(BlockIndex(config.index_blocks_max, seed=secrets.randbits(63)))
         self.numbers = Numbers()
         self.leases = LeaseTable(config.lease_ttl, config.leases_max)
-        self.retirement = Retirement(
+        self.retirement = Retirement(self.catalog, self.memory, self.ssd_range, self.leases, self.disks)
+        self.room = Room(
             self.catalog,
             self.memory,
-            self.ssd_range,
-            self.leases,
             self.disks,
+            self.retirement,
             {
                 Medium.MEMORY: (config.memory_high_watermark, config.memory_low_watermark),
                 Medium.SSD: (config.ssd_high_watermark, config.ssd_low_watermark),
@@ -131,6 +130,7 @@ class Node:
             self.memory,
             self.ssd_range,
             self.disks,
+            self.room,
             self.retirement,
             self.numbers,
             node_id=config.node_id,
@@ -155,6 +155,7 @@ class Node:
             self.leases,
             reserver,
             committer,
+            self.room,
             self.retirement,
             self.disks,
             self.numbers,
@@ -247,50 +248,18 @@ class Node:
         )
 
     async def adopt(self) -> None:
-        """Open the SSD paths and take over what is on them. Blocks but where one hangs. Raises: as `start`."""
-        images: list[tuple[Disk, JournalImage]] = []
-        opening = {disk: asyncio.ensure_future(disk.run(disk.open)) for disk in self.disks.values()}
-        if opening:
-            await asyncio.wait(opening.values(), timeout=OPEN_S)
-        for disk, opened in opening.items():
-            with self._or_without(disk):
-                if not opened.done():
-                    raise Unavailable(
-                        f"SSD path {disk.path} cannot be opened: its disk has not answered for {OPEN_S:g} s"
-                    )
-                opened.result()
-                image = disk.journal.load(self.config.node_id)
-                self.numbers.session_no = max(self.numbers.session_no, image.next_session_no)
-                self.numbers.file_id = max(self.numbers.file_id, image.next_file_id)
-                self.numbers.generation = max(self.numbers.generation, image.next_generation)
-                images.append((disk, image))
-        sessions: list[Session] = []
-        taken = Taken(self.numbers.next_session_no)
-        for disk, image in images:
-            with self._or_without(disk):
-                sessions += adopt(disk, image, self.ssd_range, self.config.node_id, taken)
+        """Open the SSD paths and take over what is on them. Raises: as `start`."""
+        sessions = await take_over([*self.disks.values()], self.ssd_range, self.config.node_id, self.numbers)
         blocks = sum(session.blocks for session in sessions)
         if blocks > self.config.index_blocks_max:  # made smaller since the last start: `_fit_bounds` drops the rest
             self.catalog.index = BlockIndex(blocks, seed=secrets.randbits(63))
-        self.catalog.load(sorted(sessions, key=lambda session: session.last_used_s))
-
-    @contextlib.contextmanager
-    def _or_without(self, disk: Disk) -> Iterator[None]:
-        """One of several paths may fail to start, and costs its own sessions only; but not all of them."""
-        try:
-            yield
-        except PathInUse:
-            raise
-        except FlatCakeError as error:
-            if all(other.failure for other in self.disks.values() if other is not disk):
-                raise
-            disk.failure = str(error)
-            log.error("SSD path %s is out of service: %s", disk.path, error)
+        by_use = sorted(sessions, key=lambda session: session.last_used_s)
+        await asyncio.to_thread(self.catalog.load, by_use)  # seconds at 10 million blocks, and a signal is to be heard
 
     async def _fit_bounds(self) -> None:
         """Bounds made smaller since the last start hold from the first request on."""
         stored, sessions, blocks_max = len(self.catalog.index), len(self.catalog), self.config.index_blocks_max
-        await self.retirement.make_index_room(0, blocks_max)
+        await self.room.for_blocks(0, blocks_max)
         if len(self.catalog) < sessions:
             left = stored - len(self.catalog.index), sessions - len(self.catalog)
             log.warning(
@@ -302,7 +271,7 @@ class Node:
         for disk in self.disks.values():
             try:
                 if not disk.failure:
-                    await self.retirement.make_room(disk, 0)
+                    await self.room.on_path(disk, 0)
             except Overloaded as error:
                 log.warning("%s holds more than its quota and nothing can go: %s", disk.path, error)
 
@@ -367,10 +336,12 @@ class Node:
             self._web = None
 
     async def _close_disks(self) -> None:
-        await asyncio.gather(*map(self._close_disk, self.disks.values()))
+        threads = ThreadPoolExecutor(1 + len(self.disks), "flatcake-close")  # so that none waits for one that hangs
+        await asyncio.gather(*(self._close_disk(disk, threads) for disk in self.disks.values()))
+        threads.shutdown(wait=False)
 
-    async def _close_disk(self, disk: Disk) -> None:
-        closing = asyncio.get_running_loop().run_in_executor(None, disk.close)
+    async def _close_disk(self, disk: Disk, threads: ThreadPoolExecutor) -> None:
+        closing = asyncio.get_running_loop().run_in_executor(threads, disk.close)
         if not await _in_time(closing, CLOSE_TIMEOUT_S):
             self._rested = False
             log.error("SSD path %s hangs; it is left as it is, as a kill would", disk.path)
@@ -426,8 +397,7 @@ def _hanging(others: set[threading.Thread]) -> bool:
 
 def serve(config: NodeConfig) -> int:
     """Run a node until SIGTERM or SIGINT. Returns the exit code."""
-    with contextlib.suppress(ValueError, OSError):
-        _raise_descriptor_limit()
+    _raise_limits()
     if sys.platform == "linux":
         import uvloop
 
@@ -436,9 +406,11 @@ def serve(config: NodeConfig) -> int:
     return asyncio.run(run(config))
 
 
-def _raise_descriptor_limit() -> None:
+def _raise_limits() -> None:
+    """Each session in use is an open file, and may be a large one: as many and as large as this user may have."""
     import resource
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    for number in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
+        with contextlib.suppress(ValueError, OSError):
+            _, hard = resource.getrlimit(number)
+            resource.setrlimit(number, (hard, hard))

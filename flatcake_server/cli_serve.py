@@ -18,12 +18,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from flatcake_server.config import NodeConfig, check_ssd_paths, find_config, load_config, reader_of
+from flatcake_server.config import NodeConfig, find_config, load_config, reader_of
 from flatcake_server.config_checks import refuse_too_much_memory
-from flatcake_server.machine import is_memory
 from flatcake_transport.units import format_duration, format_size, parse_duration, parse_size
-
-log = logging.getLogger(__name__)
 
 _TEXT_COLUMNS = 100
 _HEADER = """\
@@ -87,13 +84,10 @@ def serve_command(run: Callable[[NodeConfig], int]) -> Callable[..., None]:
         if print_config:
             sys.stdout.write(config_toml(node))
             return
-        check_ssd_paths(node)
         refuse_too_much_memory(node.memory_bytes, node.huge_pages)
         logging.basicConfig(
             level=node.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
-        for path in filter(is_memory, node.ssd_paths):
-            log.warning("SSD path %s is memory, and gone with the machine: give a directory on a disk", path)
         raise typer.Exit(run(node))
 
     file = typer.Option(

@@ -26,7 +26,6 @@ from flatcake_server.config_checks import (
     one_line,
     refuse_bad_cluster,
     refuse_bad_paths,
-    ssd_path_refusal,
     unknown_option,
 )
 from flatcake_transport.address import NODES_MAX, OFFSET_LIMIT
@@ -347,16 +346,6 @@ class NodeConfig(BaseModel):
         refuse_bad_paths(self.socket, self.ssd_paths, SOCKET_BYTES_MAX)
         refuse_bad_cluster(self)
         return self
-
-
-def check_ssd_paths(config: NodeConfig) -> None:
-    """Look at the directories before anything is opened. One of several may be out of service: it costs its own sessions.
-
-    Raises: ConfigError: none of them can be used.
-    """
-    refusals = [ssd_path_refusal(path, config.ssd_path_bytes) for path in config.ssd_paths]
-    if refusals and all(refusals):
-        raise ConfigError("; ".join(f"ssd_paths: {refusal}" for refusal in refusals))
 
 
 def default_socket(environ: Mapping[str, str]) -> Path:

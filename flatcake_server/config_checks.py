@@ -79,7 +79,7 @@ def _refuse_export_to_nobody(node: NodeConfig) -> None:
 
 
 def refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path], socket_bytes_max: int) -> None:
-    """Raises: ValueError: a socket too long to bind, a relative path, or disks that lie in each other."""
+    """By their names alone, since a disk may hang. Raises: ValueError: a socket too long to bind, a relative path, or disks that lie in each other."""
     if len(os.fsencode(socket)) > socket_bytes_max:
         raise ValueError(f"socket {socket} is longer than {socket_bytes_max} bytes: choose a shorter path")
     if "," in str(socket):
@@ -87,9 +87,9 @@ def refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path], socket_bytes_max: 
     for path in (socket, *ssd_paths):
         if not path.is_absolute():
             raise ValueError(f"path {path} is relative: write it from the root, like /mnt/nvme0/flatcake")
-    real = [Path(os.path.realpath(path)) for path in ssd_paths]
-    for i, path in enumerate(real):
-        for other in real[i + 1 :]:
+    plain = [Path(os.path.normpath(path)) for path in ssd_paths]
+    for i, path in enumerate(plain):
+        for other in plain[i + 1 :]:
             if path == other or path in other.parents or other in path.parents:
                 raise ValueError(
                     f"ssd_paths {path} and {other} lie in each other: give each disk one directory of its own"

@@ -24,6 +24,7 @@ from flatcake_server.catalog import SessionFile
 from flatcake_server.cluster.nvmet import withdraw_leftovers
 from flatcake_server.config_checks import ssd_path_refusal
 from flatcake_server.journal import Journal
+from flatcake_server.machine import is_memory
 from flatcake_server.records import FileId, FileRecord
 from flatcake_server.session import SESSIONS_NAME, SessionFiles
 from flatcake_transport.errors import Overloaded, Unavailable
@@ -94,6 +95,8 @@ class Disk:
         """
         if refusal := ssd_path_refusal(self.path, self.quota_bytes):
             raise Unavailable(refusal)
+        if is_memory(self.path):
+            log.warning("SSD path %s is memory, and gone with the machine: give a directory on a disk", self.path)
         self._files = SessionFiles(self.path)
         withdraw_leftovers(self.path / SESSIONS_NAME)  # not all below: another daemon may have a directory in ours
         try:

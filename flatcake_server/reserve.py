@@ -19,6 +19,7 @@ from flatcake_server.extents import ExtentAllocator
 from flatcake_server.placement import Reason
 from flatcake_server.records import FileId, KeyArray, SessionNo
 from flatcake_server.retire import Retirement
+from flatcake_server.room import Room
 from flatcake_server.session import DiskFull
 from flatcake_server.sizing import SizingPolicy, file_bytes
 from flatcake_server.turns import Part, PartPlan, TurnRequest
@@ -62,6 +63,7 @@ class Reserver:
         memory: ExtentAllocator,
         ssd_range: ExtentAllocator,
         disks: dict[int, Disk],
+        room: Room,
         retirement: Retirement,
         numbers: Numbers,
         *,
@@ -75,6 +77,7 @@ class Reserver:
         self._memory = memory
         self._ssd_range = ssd_range
         self._disks = disks
+        self._room = room
         self._retirement = retirement
         self._numbers = numbers
         self._node_id = node_id
@@ -155,7 +158,7 @@ class Reserver:
         """What copies may take now: of their share what is left, and of memory what is free below the high watermark."""
         self._copying = [part for part in self._copying if part.open]
         copied_bytes = self._catalog.copied_bytes + sum(part.total_bytes for part in self._copying)
-        return max(0, min(self._copy_bytes_max - copied_bytes, self._retirement.memory_room_bytes()))
+        return max(0, min(self._copy_bytes_max - copied_bytes, self._room.memory_left_bytes()))
 
     def _place_copy(self, session: Session, total_bytes: int) -> Address:
         """Raises: Overloaded: no room that nobody has to make, or somebody writes this copy already."""
@@ -175,15 +178,15 @@ class Reserver:
             address = self._place_copy(session, total_bytes)
             return address, reason, None, address.offset
         if not self._disks:
-            await self._retirement.make_memory_room(total_bytes)
+            await self._room.in_memory(total_bytes)
             reason = reason if plan.medium is Medium.MEMORY else NO_SSD
         if plan.medium is Medium.MEMORY or not self._disks:
-            if self._retirement.memory_above_watermark(total_bytes):
-                self._retirement.want_memory_room(total_bytes)
+            if total_bytes > self._room.memory_left_bytes():
+                self._room.want_in_memory(total_bytes)
             if self._disks:
                 offset = self._memory.allocate(total_bytes)
             else:
-                offset = await self._retirement.make_memory_piece(total_bytes)
+                offset = await self._room.memory_piece(total_bytes)
             if offset is not None:
                 return Address.of(Medium.MEMORY, self._node_id, offset), reason, None, offset
             if not self._disks:
@@ -204,34 +207,48 @@ class Reserver:
         last = session.files[-1] if session.files else None
         if last is not None and not last.sealed and last.tail + total_bytes <= last.size_bytes:
             return last
-        if last is None:
-            session.pool = self._roomiest_disk().pool
-        disk = self._disks[session.pool]
-        if session.gone or disk.failure:
-            raise Unavailable(f"SSD path {disk.path} is out of service: {disk.failure}")
         written = sum(file.committed_bytes for file in session.files)
         wanted = file_bytes(total_bytes, written, last.created_bytes if last else 0, self._sizing)
-        try:
-            file = await self._create(disk, wanted, drop=wanted <= total_bytes)
-        except Overloaded:
-            if wanted <= total_bytes:
-                raise
-            file = await self._create(disk, total_bytes)  # no session goes for headroom that may never be written
+        disks = [self._disks[session.pool]] if last is not None else self._roomiest_first()
+        for disk in disks:
+            session.pool = disk.pool
+            try:
+                file = await self._further_file(session, disk, total_bytes, wanted)
+                break
+            except DiskFull:
+                if disk is disks[-1]:
+                    raise
         session.files.append(file)
         self._catalog.count_tail(session)
-        if last is not None and not last.sealed:
-            await self._retirement.trim(disk, (session, last))
+        # Also a sealed one, and what a turn that was given up had in one before: nobody looks at their tails again.
+        await self._retirement.trim(disk, *((session, other) for other in session.files[:-1] if not other.uncut))
         return file
 
-    def _roomiest_disk(self) -> Disk:
+    def _roomiest_first(self) -> list[Disk]:
+        """Paths for a new session, by their quotas. Last those that hang, and those that others filled: tried again once in a while."""
         alive = [disk for disk in self._disks.values() if not disk.failure]
         if not alive:
             raise Unavailable("every SSD path is out of service")
-        return max(alive, key=lambda disk: (disk.waited_s <= SLOW_S, disk.free_bytes))
+        again_s = self._wall_s() - FULL_TOLD_S
+
+        def fitness(disk: Disk) -> tuple[bool, bool, int]:
+            return disk.waited_s <= SLOW_S, not disk.full or disk.full_told_s <= again_s, disk.free_bytes
+
+        return sorted(alive, key=fitness, reverse=True)
+
+    async def _further_file(self, session: Session, disk: Disk, total_bytes: int, wanted_bytes: int) -> SessionFile:
+        if session.gone or disk.failure:
+            raise Unavailable(f"SSD path {disk.path} is out of service: {disk.failure}")
+        try:
+            return await self._create(disk, wanted_bytes, drop=wanted_bytes <= total_bytes)
+        except Overloaded:
+            if wanted_bytes <= total_bytes:
+                raise
+        return await self._create(disk, total_bytes)  # no session goes for headroom that may never be written
 
     async def _create(self, disk: Disk, size_bytes: int, *, drop: bool = True) -> SessionFile:
         disk.admit()
-        await self._retirement.make_room(disk, size_bytes, drop=drop)
+        await self._room.on_path(disk, size_bytes, drop=drop)
         base = self._ssd_range.allocate(size_bytes)
         if base is None:
             raise Overloaded(f"the SSD address range has no {size_bytes} bytes in one piece")
@@ -243,8 +260,8 @@ class Reserver:
             self._ssd_range.free(base, disk.creating.pop(base))
             if isinstance(error, Unavailable):
                 self._retirement.fail_disk(disk, str(error))
-            elif isinstance(error, DiskFull):
-                self._tell_full(disk, error)
+            elif isinstance(error, Overloaded):
+                self._tell_refused(disk, error)
             raise
         if disk.failure:  # meanwhile; the next start deletes it
             self._ssd_range.free(base, disk.creating.pop(base))
@@ -254,9 +271,9 @@ class Reserver:
         disk.full = False
         return file
 
-    def _tell_full(self, disk: Disk, error: DiskFull) -> None:
-        """Others have filled its file system: no session that goes here would keep room for us."""
-        disk.full, now_s = True, self._wall_s()
+    def _tell_refused(self, disk: Disk, error: Overloaded) -> None:
+        """Others have filled its file system, say: no session that goes here would keep room for us."""
+        disk.full, now_s = disk.full or isinstance(error, DiskFull), self._wall_s()
         if now_s >= disk.full_told_s + FULL_TOLD_S:
             disk.full_told_s = now_s
             log.warning(

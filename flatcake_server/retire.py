@@ -1,4 +1,4 @@
-"""How space comes back: reclaim, drop, trim, quarantine, and the end of a path. Carries out what the pure parts decide.
+"""How space comes back: drop, trim, quarantine, and the end of a path. Who goes to make room is said in room.py.
 
 The order is always: make invisible, write it in the journal, take the bytes from the disk, then count them free. A crash
 in between leaves files the journal does not know; the next start deletes them. Bytes a reader has leased are not
@@ -11,24 +11,21 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
 from typing import Final
 
-from flatcake_server.catalog import MEMORY_POOL, Catalog, Session, SessionFile
-from flatcake_server.disk import SLOW_S, Disk
+from flatcake_server.catalog import Catalog, Session, SessionFile
+from flatcake_server.disk import Disk
 from flatcake_server.extents import ExtentAllocator
 from flatcake_server.lease import LeaseTable
 from flatcake_server.pace import Pace
-from flatcake_server.reclaim import TRIMS_AT_ONCE, TRIMS_MAX, reclaim_need, tails_of
+from flatcake_server.reclaim import TRIMS_AT_ONCE, tails_of
 from flatcake_server.records import SegmentRecord, SessionNo
 from flatcake_server.tasks import Background
 from flatcake_transport.address import Medium
-from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
+from flatcake_transport.errors import FlatCakeError, Unavailable
 
 log = logging.getLogger(__name__)
 
-# Dropped together when there are as many sessions as there may be: the table is then full once in so many turns.
-SESSIONS_AT_ONCE: Final = 64
 UNLOAD_AGAIN_S: Final = 10.0
 
 
@@ -42,25 +39,19 @@ class Retirement:
         ssd_range: ExtentAllocator,
         leases: LeaseTable,
         disks: dict[int, Disk],
-        watermarks: dict[Medium, tuple[float, float]],
     ) -> None:
         self._catalog = catalog
         self._memory = memory
-        self._memory_quota = memory.used_bytes + memory.free_bytes
         self._ssd_range = ssd_range
         self._leases = leases
         self._disks = disks
-        self._watermarks = watermarks
-        self._memory_room = asyncio.Lock()
         self._trimming: set[int] = set()
-        self._memory_futile = False  # nothing could go: not looked for again before the next tick
         self.unloading: set[asyncio.Task[None]] = (
             set()
         )  # paths that failed: no longer found, and on their way out of the tables
         self._limbo: list[tuple[SessionNo, int, int]] = []
         self.counts: Counter[str] = Counter()
         self.background = Background(self.counts)
-        self.reclaimed: Counter[int] = Counter()
 
     @property
     def limbo_bytes(self) -> int:
@@ -73,132 +64,6 @@ class Retirement:
     def busy(self, session_no: int) -> bool:
         session = self._catalog.sessions.get(SessionNo(session_no))
         return session is None or session.holds > 0 or self._leases.pins(session_no) > 0
-
-    # -- making room -----------------------------------------------------------------------------------------------
-
-    async def make_room(self, disk: Disk, size_bytes: int, *, drop: bool = True) -> None:
-        """Have `size_bytes` free on a path: unused tails go first, then whole sessions, each least recently used first.
-
-        Args:
-            drop: without it no session goes, and what is free above the high watermark stays free.
-        Raises: Overloaded: it cannot be had.
-        """
-        high, low = self._watermarks[Medium.SSD]
-        order, trims = self._catalog.order, TRIMS_MAX
-        async with disk.room:
-            while need := reclaim_need(disk.used_bytes, size_bytes, disk.quota_bytes, high, low):
-                tails = order.idle_tails(disk.pool, need, self._unfit_for_trim, min(trims, TRIMS_AT_ONCE))
-                if tails:
-                    trims -= len(tails)
-                    await self._trim_tails(disk, [self._catalog.sessions[SessionNo(number)] for number in tails])
-                    continue
-                victims = order.victims(disk.pool, need, self.busy) if drop else []
-                freed = sum(self._catalog.sessions[SessionNo(victim)].file_bytes for victim in victims)
-                if not victims or disk.free_bytes + freed < size_bytes:
-                    break  # dropping what may go would not make it fit: then nothing is dropped
-                before = disk.used_bytes
-                await self._drop_all(disk.pool, victims)
-                if disk.used_bytes >= before:
-                    break
-            if disk.free_bytes < size_bytes or (need and not drop):
-                raise Overloaded(
-                    f"{disk.path} has {disk.free_bytes} bytes free of its quota of {disk.quota_bytes}; {size_bytes} are "
-                    "needed, and the rest is being read or written"
-                )
-
-    def _unfit_for_trim(self, session_no: int) -> bool:
-        return self.busy(session_no) or self._catalog.sessions[SessionNo(session_no)].lock.locked()
-
-    async def make_session_room(self, sessions_max: int) -> None:
-        """Have room for one more session in the tables: drop some of the pool that has most and can spare some."""
-        order = self._catalog.order
-        for pool in self._fullest_first(order.sessions_in):
-            if len(self._catalog) < sessions_max:
-                return
-            some = SESSIONS_AT_ONCE * order.bytes_of(pool) // max(1, order.sessions_in(pool))
-            for victim in order.victims(pool, max(1, some), self._stays):
-                if self._still_goes(victim):
-                    await self.drop(self._catalog.sessions[SessionNo(victim)])
-                    self.reclaimed[pool] += 1
-
-    async def make_index_room(self, blocks: int, blocks_max: int) -> None:
-        """Have room for `blocks` more in the index: drop some of the pool that has most and can spare some."""
-        catalog = self._catalog
-        for pool in self._fullest_first(catalog.blocks_in.__getitem__):
-            before = -1
-            while blocks <= blocks_max < len(catalog.index) + blocks and len(catalog.index) != before:
-                before = len(catalog.index)
-                over = max(blocks, before + blocks - blocks_max)
-                some = over * catalog.order.bytes_of(pool) // max(1, catalog.blocks_in[pool])
-                await self._drop_all(pool, catalog.order.victims(pool, max(1, some), self._stays))
-
-    def _fullest_first(self, size_of: Callable[[int], int]) -> list[int]:
-        """Pools by what they have; what is lost goes before all else. None of a path that hangs: who waits for room would, too."""
-        well = [MEMORY_POOL, *(pool for pool, disk in self._disks.items() if disk.waited_s <= SLOW_S)]
-        lost = [pool for pool in well if pool != MEMORY_POOL and self._disks[pool].failure]
-        return lost + sorted((pool for pool in well if pool not in lost), key=size_of, reverse=True)
-
-    def _stays(self, session_no: int) -> bool:
-        """As `busy`, or its end would have to wait for a path that hangs: what is in memory may have files as well."""
-        if self.busy(session_no):
-            return True
-        disk = self._disks.get(self._catalog.sessions[SessionNo(session_no)].pool)
-        return disk is not None and disk.waited_s > SLOW_S
-
-    async def make_memory_piece(self, size_bytes: int) -> int | None:
-        """Memory in one piece on a node that has nothing else: drop sessions one by one until there is. None: there is not."""
-        offset = self._memory.allocate(size_bytes)
-        while offset is None and self._memory.free_bytes < self._memory_quota:
-            victims = self._catalog.order.victims(MEMORY_POOL, size_bytes, self.busy)
-            freed = sum(self._catalog.sessions[SessionNo(victim)].memory_bytes for victim in victims)
-            if not victims or self._memory.free_bytes + freed < size_bytes:
-                return None
-            await self._drop_all(MEMORY_POOL, victims[:1])
-            offset = self._memory.allocate(size_bytes)
-        return offset
-
-    async def make_memory_room(self, size_bytes: int) -> None:
-        """Drop what sessions have in memory, down to the low watermark, if `size_bytes` more would cross the high one."""
-        high, low = self._watermarks[Medium.MEMORY]
-        if size_bytes > self._memory_quota:
-            return
-        async with self._memory_room:
-            need = reclaim_need(self._memory.used_bytes, size_bytes, self._memory_quota, high, low)
-            if need:
-                victims = self._catalog.order.victims(MEMORY_POOL, need, self.busy)
-                self._memory_futile = not victims
-                await self._drop_all(MEMORY_POOL, victims)
-
-    def memory_room_bytes(self) -> int:
-        """Free up to the high watermark; below 0 above it."""
-        return int(self._watermarks[Medium.MEMORY][0] * self._memory_quota) - self._memory.used_bytes
-
-    def memory_above_watermark(self, size_bytes: int) -> bool:
-        return size_bytes > self.memory_room_bytes()
-
-    def want_memory_room(self, size_bytes: int) -> None:
-        """The same behind the caller's back: what it wants now goes to SSD."""
-        if not self._memory_room.locked() and not self._memory_futile:
-            self.background.spawn(self.make_memory_room(size_bytes))
-
-    async def _drop_all(self, pool: int, victims: Iterable[int]) -> None:
-        for session_no in victims:
-            if not self._still_goes(session_no):
-                continue
-            session = self._catalog.sessions[SessionNo(session_no)]
-            if pool == MEMORY_POOL and session.files:
-                # What it has on SSD frees no memory. Blocks between are missing then, and stored anew when they are used.
-                self._hide([s for s in session.segments if s.address.medium is Medium.MEMORY])
-                self.background.spawn(
-                    self.settle(session)
-                )  # with no segment left it has a path to wait for, which may hang
-            else:
-                await self.drop(session)
-            self.reclaimed[pool] += 1
-
-    def _still_goes(self, victim: int) -> bool:
-        """Others were dropped since it was chosen: it may be gone itself, in use, or have been forked."""
-        return not self.busy(victim) and not self._catalog.order.dependents(victim)
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
@@ -245,21 +110,29 @@ class Retirement:
     def _to_free(self, disk: Disk, base: int) -> None:
         self._ssd_range.free(base, disk.releasing.pop(base))
 
-    async def _delete(self, disk: Disk, files: list[SessionFile]) -> None:
-        """Take files from the disk that nothing shows any more; what cannot be deleted is condemned."""
+    async def _delete(self, disk: Disk, files: list[SessionFile], *, again: bool = False) -> None:
+        """Take files from the disk that nothing shows any more; what cannot be deleted is condemned, and said once."""
         for file in files:
             try:
                 await disk.run(disk.files.delete, file.file_id)
             except FlatCakeError as error:
                 if disk.failure:
                     return
-                log.warning(
-                    "session file %x on %s cannot be deleted, kept as lost space: %s", file.file_id, disk.path, error
-                )
-                self.counts["undeletable"] += 1
+                if not again:
+                    log.warning(
+                        "session file %x on %s cannot be deleted, kept as lost space: %s",
+                        file.file_id,
+                        disk.path,
+                        error,
+                    )
                 disk.condemned.append(file)
                 continue
             self._to_free(disk, file.base)
+
+    def drop_memory(self, session: Session) -> None:
+        """Take out what a session has in memory; what it has on SSD stays. Blocks between are missing then, and stored anew when used."""
+        self._hide([segment for segment in session.segments if segment.address.medium is Medium.MEMORY])
+        self.background.spawn(self.settle(session))  # with no segment left it has a path to wait for, which may hang
 
     async def settle(self, session: Session) -> None:
         """Drop a session that nothing was stored in and nobody writes to."""
@@ -315,7 +188,7 @@ class Retirement:
             disk.files_bytes += tail_bytes
         self._catalog.count_tail(session)
 
-    async def _trim_tails(self, disk: Disk, sessions: list[Session]) -> None:
+    async def trim_tails(self, disk: Disk, sessions: list[Session]) -> None:
         """Trim the last file of each that is in nobody's hands.
 
         Several locks at once, so: in order of their numbers, and none that a writer has, who may wait for this very room.
@@ -408,7 +281,6 @@ class Retirement:
 
     async def tick(self) -> None:
         """Once a second: memory whose last lease ended, files that could not be deleted."""
-        self._memory_futile = False
         held = [(no, offset, size) for no, offset, size in self._limbo if self._leases.pins(no) > 0]
         for no, offset, size in self._limbo:
             if self._leases.pins(no) == 0:
@@ -417,7 +289,7 @@ class Retirement:
         for disk in self._disks.values():
             if disk.condemned and not disk.failure:
                 again, disk.condemned = disk.condemned, []
-                await self._delete(disk, again)
+                await self._delete(disk, again, again=True)
 
     async def trim_idle(self, idle_since_s: float) -> None:
         """Trim the files of sessions not used since a moment. One such walk of a path at a time: it may hang in it."""
@@ -440,7 +312,7 @@ class Retirement:
                 break
             idle.append(session)
         for at in range(0, len(idle), TRIMS_AT_ONCE):
-            await self._trim_tails(disk, idle[at : at + TRIMS_AT_ONCE])
+            await self.trim_tails(disk, idle[at : at + TRIMS_AT_ONCE])
 
     async def drain(self) -> None:
         """Wait for what was spawned. The end of a process needs no tables emptied."""

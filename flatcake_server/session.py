@@ -10,8 +10,8 @@ Faults survived, and how:
   nothing but not unlinked is one too. The lock goes with the process.
 - The file system refuses O_DIRECT or fallocate (tmpfs, overlays, network mounts). Both are tried for real at the start,
   on a file, with data read back; without them files are opened buffered, or made sparse.
-- The disk is full, or a quota met, when a file is made: `DiskFull`, and no file is left. In a sparse file that
-  error comes later, to the writer.
+- The disk is full but for what the journal needs, or a quota met, when a file is made: `DiskFull`, and no file is left. In a sparse
+  file that error comes later, to the writer.
 - A write or fsync fails: `Unavailable`. The store seals the file: after a failed fsync the kernel may have dropped the
   pages and call the next fsync a success, so nobody asks again.
 - A file cannot be truncated or unlinked (immutable, read-only remount, EIO): `Unavailable`; it stays listed, its space
@@ -32,8 +32,9 @@ import fcntl
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -43,11 +44,18 @@ from flatcake_transport.layout import ALIGN_BYTES
 
 LOCK_NAME: Final = "flatcake.lock"
 SESSIONS_NAME: Final = "sessions"
+# Of a file system, not taken by session files: a journal that cannot be written costs the whole path. RocksDB needs room for what it
+# merges, 64 MiB at a time; where the file system is small, a 64th of it must do.
+KEPT_BYTES_MAX: Final = 64 << 20
+KEPT_PART: Final = 64
 _PROBE_NAME: Final = ".probe"
 _PROBE_BYTES: Final = 64 << 10
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Of this process or machine, for the moment: they say nothing of the disk, and would cost it all its sessions.
-_SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+# Of this process or machine, or of one file's size: they say nothing of the disk, and would cost it all its sessions.
+_SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG)
+_TOO_LARGE: Final = (
+    "raise the daemon's limit (LimitFSIZE= of its unit, ulimit -f), or take a file system for large files: ext4, XFS"
+)
 _NOT_OFFERED: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 _FILE_NAME: Final = re.compile(r"[0-9a-f]{16}\.kv")
 _DIRECTORY_NAME: Final = re.compile(r"[0-9a-f]{2}")
@@ -111,7 +119,7 @@ class SessionFiles:
 
         Raises:
             DiskFull: the disk or a quota is; no file is left.
-            Overloaded: there is no descriptor or memory to be had; no file is left.
+            Overloaded: there is no descriptor or memory to be had, or no file may be so large; no file is left.
             Unavailable: the disk failed; no file is left unless it cannot even be unlinked.
             ValueError: the id was used before.
         """
@@ -119,6 +127,7 @@ class SessionFiles:
             raise ValueError(f"a session file has a positive multiple of {ALIGN_BYTES} bytes, not {size_bytes}")
         path = self.path_of(file_id)
         try:
+            self._leave_last_bytes(path, size_bytes)
             fd = self._open_new(path)
         except FileExistsError as error:
             raise ValueError(f"{path} is there: a file id is never used twice") from error
@@ -185,10 +194,16 @@ class SessionFiles:
         with contextlib.suppress(OSError):
             path.parent.rmdir()
 
-    def list(self) -> dict[FileId, int]:
-        """Length of every file that is there, journaled or not. Raises: Unavailable."""
+    def folders(self) -> Sequence[Path]:
+        """What `list` is done in pieces by: the files of a large node are some thousand in each. Raises: Unavailable."""
         with _unavailable(f"{self._sessions} cannot be listed"):
-            return {file_id: entry.stat(follow_symlinks=False).st_size for file_id, entry in walk_files(self.root)}
+            return list(_directories(self._sessions))
+
+    def list(self, *folders: Path) -> dict[FileId, int]:
+        """Length of every file that is there, journaled or not; or of those in some folders. Raises: Unavailable."""
+        with _unavailable(f"{self._sessions} cannot be listed"):
+            walk = chain.from_iterable(map(_walk_folder, folders)) if folders else walk_files(self.root)
+            return {file_id: entry.stat(follow_symlinks=False).st_size for file_id, entry in walk}
 
     def is_gone(self, file_id: FileId) -> bool:
         """Whether the file system says so: one that it cannot tell of may be there."""
@@ -207,6 +222,15 @@ class SessionFiles:
     def _open(self, file_id: FileId, flags: int) -> int:
         with _unavailable(f"{self.path_of(file_id)} cannot be opened"):
             return os.open(self.path_of(file_id), flags | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
+
+    def _leave_last_bytes(self, path: Path, size_bytes: int) -> None:
+        stat = os.statvfs(self._sessions)
+        free_bytes, kept_bytes = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize // KEPT_PART
+        if free_bytes - size_bytes < min(kept_bytes, KEPT_BYTES_MAX):
+            raise DiskFull(
+                f"{path} cannot be made {size_bytes} bytes long: its file system has {free_bytes} bytes free, of which "
+                "the last are left to the journal"
+            )
 
     def _open_new(self, path: Path) -> int:
         for attempt in range(_RETRIES):
@@ -249,11 +273,15 @@ def file_path(root: Path, file_id: FileId) -> Path:
 def walk_files(root: Path) -> Iterator[tuple[FileId, os.DirEntry[str]]]:
     """Every session file below a path, in no order; other names are not ours and are passed over. Raises: OSError."""
     for first in _directories(root / SESSIONS_NAME):
-        for second in _directories(first):
-            with os.scandir(second) as entries:
-                for entry in entries:
-                    if _FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                        yield FileId(int(entry.name[:16], 16)), entry
+        yield from _walk_folder(first)
+
+
+def _walk_folder(first: Path) -> Iterator[tuple[FileId, os.DirEntry[str]]]:
+    for second in _directories(first):
+        with os.scandir(second) as entries:
+            for entry in entries:
+                if _FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    yield FileId(int(entry.name[:16], 16)), entry
 
 
 def _directories(parent: Path) -> Iterator[Path]:
@@ -279,7 +307,9 @@ def lock_path(root: Path, *, shared: bool = False) -> int:
         except BlockingIOError as error:
             holder = _holder(fd)
             os.close(fd)
-            raise PathInUse(f"{root} is in use by {holder}: stop that first, one daemon a path") from error
+            raise PathInUse(
+                f"{root} is in use by {holder}: stop that first, one daemon a path and no path twice"
+            ) from error
         except BaseException:
             os.close(fd)
             raise
@@ -339,7 +369,7 @@ def _direct_refusal(path: Path) -> str:
 
 def _translated(error: OSError, what: str) -> Overloaded | Unavailable:
     kind = DiskFull if error.errno in _FULL else Overloaded if error.errno in _SHORT else Unavailable
-    return kind(f"{what}: {error.strerror or error}")
+    return kind(f"{what}: {error.strerror or error}" + (f": {_TOO_LARGE}" if error.errno == errno.EFBIG else ""))
 
 
 @contextlib.contextmanager

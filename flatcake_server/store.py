@@ -31,6 +31,7 @@ from flatcake_server.placement import Hints, Policy
 from flatcake_server.records import FileId, KeyArray, SessionNo, Suspect
 from flatcake_server.reserve import Numbers, Reserver
 from flatcake_server.retire import Retirement
+from flatcake_server.room import Room
 from flatcake_server.segments import SegmentRun
 from flatcake_server.spaces import Spaces
 from flatcake_server.turns import Part, Turn, TurnRequest, plan_parts
@@ -40,7 +41,6 @@ from flatcake_transport.errors import FlatCakeError, Overloaded, Unavailable
 from flatcake_transport.space import Fingerprint, SpaceSpec
 
 log = logging.getLogger(__name__)
-
 
 # Looking for idle sessions walks all of them: often enough to be punctual, seldom enough to cost nothing.
 TRIMS_A_PERIOD: Final = 10
@@ -75,6 +75,7 @@ class Store:
         leases: LeaseTable,
         reserver: Reserver,
         committer: Committer,
+        room: Room,
         retirement: Retirement,
         disks: dict[int, Disk],
         numbers: Numbers,
@@ -89,6 +90,7 @@ class Store:
         self.leases = leases
         self.reserver = reserver
         self.committer = committer
+        self.room = room
         self.retirement = retirement
         self.disks = disks
         self.spaces = Spaces(bounds.spaces_max)
@@ -120,9 +122,8 @@ class Store:
         mine = [turn for turn in self.turns.values() if client_id in turn.writers.values()]
         if released or mine:
             self.counts["clients_lost"] += 1
-        await asyncio.gather(
-            *(self._writer_gone(turn, client_id) for turn in mine)
-        )  # one on a path that hangs keeps none
+        # Side by side: one on a path that hangs keeps none.
+        await asyncio.gather(*(self._writer_gone(turn, client_id) for turn in mine))
 
     async def _writer_gone(self, turn: Turn, client_id: int) -> None:
         for shard in [shard for shard, writer in turn.writers.items() if writer == client_id]:
@@ -222,14 +223,18 @@ class Store:
             raise Unavailable("the daemon is stopping")
         digest = hashlib.sha256(request.keys.tobytes() + bytes([request.copy])).digest()
         join_key = (fingerprint, request.session, digest)
-        turn = self._joinable(join_key, request.shard) if spec.shards > 1 else None
-        if turn is not None:
-            return await self._join(turn, request, client_id)
-        missing = self.catalog.present(request.keys) == np.uint64(MISSING)
-        if not missing.any():
-            self.catalog.use(self.catalog.chain_of(spec, fingerprint, request.keys), self._wall_s())
-            return None
-        return await self._begin(client_id, spec, fingerprint, request, missing, join_key)
+        try:
+            turn = self._joinable(join_key, request.shard) if spec.shards > 1 else None
+            if turn is not None:
+                return await self._join(turn, request, client_id)
+            missing = self.catalog.present(request.keys) == np.uint64(MISSING)
+            if not missing.any():
+                self.catalog.use(self.catalog.chain_of(spec, fingerprint, request.keys), self._wall_s())
+                return None
+            return await self._begin(client_id, spec, fingerprint, request, missing, join_key)
+        except FlatCakeError:
+            self.counts["turns_refused"] += 1
+            raise
 
     def _joinable(self, join_key: tuple[Fingerprint, str, bytes], shard: int) -> Turn | None:
         for turn in self.turns.values():
@@ -245,7 +250,7 @@ class Store:
         if turn.failed or turn.turn_id not in self.turns:
             turn.writers.pop(shard, None)
             await self._end_if_unwritten(turn)
-            raise self._refused(Overloaded(f"the turn of the other shards failed: {turn.failure}"))
+            raise Overloaded(f"the turn of the other shards failed: {turn.failure}")
         return turn
 
     async def _begin(
@@ -295,7 +300,7 @@ class Store:
             if not turn.parts:
                 turn.failed, turn.failure = True, str(error)
                 await self._end(turn, turn.parts)
-                raise self._refused(error) from error
+                raise
             log.info(
                 "turn %d of %s stores %d of %d parts: %s", turn_no, session.name, len(turn.parts), len(plans), error
             )
@@ -321,17 +326,13 @@ class Store:
         """Have a place in the tables for one more turn with so many blocks. Raises: Overloaded."""
         bounds, index = self._bounds, self.catalog.index
         if displace:
-            await self.retirement.make_session_room(bounds.sessions_max)
-            await self.retirement.make_index_room(self._reserved_blocks + blocks, bounds.index_blocks_max)
+            await self.room.for_session(bounds.sessions_max)
+            await self.room.for_blocks(self._reserved_blocks + blocks, bounds.index_blocks_max)
         self.client(client_id)  # while room was made it may have gone, and with it whoever would end this turn
         if len(self.turns) >= bounds.open_turns_max:
-            raise self._refused(Overloaded(f"{len(self.turns)} turns are being written, open_turns_max is reached"))
+            raise Overloaded(f"{len(self.turns)} turns are being written, open_turns_max is reached")
         if len(index) + self._reserved_blocks + blocks > bounds.index_blocks_max:
-            raise self._refused(Overloaded(f"{len(index)} blocks are stored, index_blocks_max is reached"))
-
-    def _refused(self, error: FlatCakeError) -> FlatCakeError:
-        self.counts["turns_refused"] += 1
-        return error
+            raise Overloaded(f"{len(index)} blocks are stored, index_blocks_max is reached")
 
     def turn(self, client_id: int, turn_id: int, shard: int | None = None) -> Turn:
         """A turn this client writes. Raises: UnknownTurn."""
@@ -438,6 +439,7 @@ class Store:
                 turn.waited_s += 1
                 if turn.waited_s > self._bounds.lease_ttl_s:
                     await self._fail_shard(turn, -1, "a shard never came")
+        self.room.tick()
         await self.retirement.tick()
         if now_s >= self._next_trim_s:
             self._next_trim_s = now_s + min(trim_after_s / TRIMS_A_PERIOD, TRIM_PAUSE_S_MAX)

@@ -136,7 +136,7 @@ class Reports:
             stored_blocks_total=dict(committer.stored_blocks),
             stored_bytes_total=dict(committer.stored_bytes),
             duplicate_blocks_total=committer.duplicate_blocks,
-            sessions_reclaimed_total={names[pool]: n for pool, n in retired.reclaimed.items()},
+            sessions_reclaimed_total={names[pool]: n for pool, n in self._store.room.reclaimed.items()},
             sessions_dropped_total=counts["sessions_dropped"],
             files_trimmed_total=retired.counts["trimmed"],
             files_sealed_total=retired.counts["sealed"],

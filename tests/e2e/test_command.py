@@ -59,8 +59,11 @@ def test_a_second_daemon_on_the_same_disk_is_refused_in_one_line(daemon, tmp_pat
     assert daemon.status()
 
 
-@pytest.mark.parametrize("arguments", [["--ssd-paths", "/nowhere"], ["--directory", "redis"], ["--memory-bytes", "1"]])
-def test_what_cannot_be_served_is_refused_before_anything_is_made(arguments, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--ssd-paths", "/nowhere"], 3), (["--directory", "redis"], 2), (["--memory-bytes", "1"], 2)],
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_made(arguments, code, tmp_path):
     run = flatcake("serve", *arguments, "--socket", tmp_path / "fc.sock")
-    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert (run.returncode, run.stderr.count("\n")) == (code, 1)
     assert list(tmp_path.iterdir()) == []

@@ -87,9 +87,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def reasons_now(self) -> Counter:
         """Counts of everything that may take keys away."""
-        store, retired = self.core.store, self.core.node.retirement
+        store, retired, room = self.core.store, self.core.node.retirement, self.core.node.room
         return Counter(
-            reclaimed=sum(retired.reclaimed.values()),
+            reclaimed=sum(room.reclaimed.values()),
             corrupt=store.counts["corrupt_segments"],
             failed=retired.counts["disk_failures"],
             dropped=store.counts["sessions_dropped"],

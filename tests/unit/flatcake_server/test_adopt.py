@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 
 import pytest
 from core import BOOT_ID, Core
 from faults import files_of
 
+from flatcake_server import adopt as adopt_module
 from flatcake_server.adopt import Taken, adopt, plan_adoption
+from flatcake_server.catalog import Catalog
+from flatcake_server.disk import Disk
 from flatcake_server.journal import Journal
 from flatcake_server.journal_records import read_image
 from flatcake_server.session import SessionFiles
@@ -182,7 +186,9 @@ def test_a_fresh_journal_over_files_is_refused(core):
     disk._files = SessionFiles(disk.path)
     image = type("Image", (), {"fresh": True, "files": {}})()
     with pytest.raises(Corrupt, match="check --rebuild"):
-        adopt(disk, image, core.node.ssd_range, 0, Taken(core.node.numbers.next_session_no))
+        core.loop.run_until_complete(
+            adopt(disk, image, core.node.ssd_range, 0, Taken(core.node.numbers.next_session_no))
+        )
     disk.close()
     core.start()
 
@@ -264,3 +270,54 @@ def test_an_index_made_smaller_keeps_what_was_used_last(tmp_path, caplog):
     assert len(core.store.catalog.index) <= 9
     core.check()
     core.close()
+
+
+def test_a_path_that_hangs_while_it_is_adopted_is_left_out(tmp_path, monkeypatch):
+    core, answers, asked = Core(tmp_path, paths=2), threading.Event(), set()
+    core.open(ONE)
+    core.put(ONE, [1], session="a")
+    core.put(ONE, [2], session="b")
+    lost = core.store.catalog.find(ONE.fingerprint, "a").pool
+    listed = SessionFiles.list
+
+    def hangs(files, *folders):
+        if files.root == core.node.disks[lost].path:
+            asked.add(lost)
+            answers.wait()
+        return listed(files, *folders)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionFiles, "list", hangs)
+        patch.setattr(adopt_module, "OPEN_S", 0.01)
+        patch.setattr(Disk, "waited_s", property(lambda disk: float(disk.pool in asked)))
+        try:
+            core.restart()
+        finally:
+            answers.set()
+    assert "has not answered" in core.node.disks[lost].failure
+    core.open(ONE)
+    assert [core.hit(ONE, [number])[0] for number in (1, 2)] == [0, 1]
+    core.check()
+    core.close()
+
+
+def test_a_signal_is_heard_while_a_large_node_is_adopted(core, monkeypatch):
+    """What takes as long as the node is large leaves the loop alone."""
+    loop, threads = threading.get_ident(), set()
+
+    def watched(work):
+        def run(*arguments):
+            threads.add(threading.get_ident())
+            return work(*arguments)
+
+        return run
+
+    for owner, name in (
+        (Journal, "load"), (SessionFiles, "list"), (adopt_module, "plan_adoption"), (adopt_module, "_sessions"),
+        (Catalog, "load"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    core.restart()
+    core.open(ONE)
+    assert threads
+    assert loop not in threads

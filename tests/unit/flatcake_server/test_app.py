@@ -6,20 +6,32 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import typer
 from core import Yield
 
-from flatcake_server import app
+from flatcake_server import adopt, app
 from flatcake_server.app import Node
+from flatcake_server.cli_serve import serve_command
 from flatcake_server.config import NodeConfig
 from flatcake_transport.errors import Unavailable
 
-STEPS = ["Arena", "load_node_secrets", "build_cluster", "Reports", "RpcServer", "adopt", "parse_listen", "start_web"]
+STEPS = [
+    "Arena",
+    "load_node_secrets",
+    "build_cluster",
+    "Reports",
+    "RpcServer",
+    "take_over",
+    "parse_listen",
+    "start_web",
+]
 
 
 class Cluster:
@@ -97,7 +109,7 @@ def test_a_node_starts_without_a_disk_that_is_not_mounted(tmp_path):
 @pytest.mark.parametrize("names", [("ssd",), ("ssd", "unmounted")])
 def test_a_node_whose_disks_all_hang_or_are_gone_does_not_start(tmp_path, monkeypatch, names):
     (tmp_path / "ssd").mkdir()
-    monkeypatch.setattr(app, "OPEN_S", 0.01)
+    monkeypatch.setattr(adopt, "OPEN_S", 0.01)
     monkeypatch.setattr(app, "CLOSE_TIMEOUT_S", 0.01)
     answers = threading.Event()
     opens = app.Disk.open
@@ -113,6 +125,60 @@ def test_a_node_whose_disks_all_hang_or_are_gone_does_not_start(tmp_path, monkey
             answers.set()
 
     asyncio.run(story())
+
+
+def test_paths_that_hang_at_the_end_keep_no_other_from_being_closed(tmp_path, monkeypatch):
+    """However many: each is closed in a thread of its own."""
+    names = [f"ssd{number}" for number in range(40)]  # more than asyncio has threads on any machine
+    node, together = Node(config_on(tmp_path, *names)), threading.Barrier(len(names))
+    monkeypatch.setattr(app.Disk, "close", lambda _disk: together.wait())
+    monkeypatch.setattr(app, "CLOSE_TIMEOUT_S", 60.0)
+
+    async def story():
+        node.build_store()
+        try:
+            assert await node.stop()
+        finally:
+            together.abort()
+
+    asyncio.run(story())
+
+
+def test_a_configuration_is_read_without_asking_a_disk(tmp_path, monkeypatch):
+    """It may hang, and nobody would hear a signal: paths are looked at in their own threads, with a deadline."""
+    real = {name: getattr(os, name) for name in ("stat", "lstat", "statvfs", "access", "open", "readlink")}
+    asked, seen = [], []
+
+    def watched(name):
+        def call(path, *arguments, **options):
+            if str(path).startswith(str(tmp_path / "ssd")):
+                asked.append(name)
+            return real[name](path, *arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in real:
+            patch.setattr(os, name, watched(name))
+        with pytest.raises(typer.Exit):
+            serve_command(lambda config: seen.append(config) or 0)(
+                config=None, print_config=False, ssd_paths=[str(tmp_path / "ssd")], socket=str(tmp_path / "fc.sock")
+            )
+    assert seen[0].ssd_paths == (tmp_path / "ssd",)
+    assert asked == []
+
+
+def test_a_daemon_may_open_as_many_and_as_large_files_as_its_user():
+    numbers = resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE
+    before = [resource.getrlimit(number) for number in numbers]
+    try:
+        for number, (_, hard) in zip(numbers, before, strict=True):
+            resource.setrlimit(number, (1 << 20 if number == resource.RLIMIT_FSIZE else 512, hard))
+        app._raise_limits()
+        assert [resource.getrlimit(number) for number in numbers] == [(hard, hard) for _, hard in before]
+    finally:
+        for number, limits in zip(numbers, before, strict=True):
+            resource.setrlimit(number, limits)
 
 
 def test_a_lost_path_that_hangs_does_not_keep_the_process(tmp_path, monkeypatch):

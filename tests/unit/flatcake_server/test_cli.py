@@ -180,7 +180,7 @@ def test_a_session_that_stays_and_a_broken_law_are_exit_code_1(flatcake, admin):
         (["frobnicate"], 2, "frobnicate"),
         (["serve", "--memory-byte", "1"], 2, "--memory-bytes"),
         (["serve", "--memory-bytes", "lots"], 2, "4GiB"),
-        (["serve", "--ssd-paths", "/nowhere"], 2, "mkdir -p /nowhere"),
+        (["serve", "--ssd-paths", "/a,/a/b"], 2, "directory of its own"),
         (["serve", "--config", "/nowhere.toml"], 2, "--config"),
         (["check", "--rebuild"], 2, "--ssd-paths"),
     ],
@@ -265,13 +265,6 @@ def test_more_memory_than_there_is_starts_no_daemon(flatcake, serves):
     code, _, err = flatcake("serve", "--memory-bytes", "200TiB")
     assert (code, err.count("\n")) == (2, 1)
     assert "lower it" in err
-
-
-def test_a_path_that_is_memory_is_served_and_said(flatcake, serves, monkeypatch, tmp_path, caplog):
-    serves(lambda _: 7)
-    monkeypatch.setattr("flatcake_server.cli_serve.is_memory", lambda path: path == tmp_path)
-    assert flatcake("serve", "--ssd-paths", str(tmp_path))[0] == 7
-    assert f"{tmp_path} is memory" in caplog.text
 
 
 def test_a_list_is_repeated_or_separated_by_commas(flatcake, serves, tmp_path):

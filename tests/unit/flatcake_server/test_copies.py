@@ -69,7 +69,7 @@ def test_a_copy_displaces_nothing_and_does_not_go_to_disk(core):
     with pytest.raises(Overloaded, match="no room"):
         core.do(core.begin(ONE, [21, 1, 2], copy=True, session=""))
     assert all(core.hit(ONE, [first, 1, 2])[0] == 3 for first in range(14))
-    assert sum(core.node.retirement.reclaimed.values()) == 0
+    assert sum(core.node.room.reclaimed.values()) == 0
 
 
 @pytest.mark.parametrize("bound", [{"sessions_max": 2}, {"index_blocks_max": 7}])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from core import ONE, Core, Yield, suspect
 
-from flatcake_server import app, retire
+from flatcake_server import app, room
 from flatcake_server.journal_records import FILES, SEGMENTS, SESSIONS
 from flatcake_server.rpc import StoreService, Timings
 from flatcake_transport.errors import Overloaded, Unavailable
@@ -126,7 +126,7 @@ def test_a_session_quarantined_while_a_turn_on_top_of_it_gets_no_room_is_gone(co
         await core.store.report_corrupt([suspect(session.segments[0])])
         raise Overloaded("as many sessions as there may be")
 
-    monkeypatch.setattr(core.node.retirement, "make_session_room", no_room)
+    monkeypatch.setattr(core.node.room, "for_session", no_room)
     with pytest.raises(Overloaded):
         core.do(core.begin(ONE, [*HEAD, 2]))
     assert session.gone
@@ -145,7 +145,7 @@ def test_a_session_that_is_forked_while_others_are_dropped_stays(core):
             await core.commit(turn)
 
     core.node.retirement.drop = drop_slowly
-    core.do(core.node.retirement._drop_all(1, [first.session_no, parent.session_no]))
+    core.do(core.node.room._drop_all(1, [first.session_no, parent.session_no]))
     assert core.hit(ONE, [1])[0] == 0
     assert core.hit(ONE, [2, 3])[0] == 2
 
@@ -229,7 +229,7 @@ def test_tails_are_taken_from_all_sides_at_once(core, pace):
 
 def test_who_trims_by_the_clock_waits_for_no_writer(core, monkeypatch):
     """The writer waits for a session to go whose lock the other would keep until the writer is done."""
-    monkeypatch.setattr(retire, "TRIMS_MAX", 0)
+    monkeypatch.setattr(room, "TRIMS_MAX", 0)
     for number in range(4):
         core.put(ONE, [number] * 8, session=f"s{number}")
 
@@ -239,7 +239,7 @@ def test_who_trims_by_the_clock_waits_for_no_writer(core, monkeypatch):
             return (await asyncio.gather(large, idle))[0]
 
     core.do(core.abort(core.do(both())))
-    assert core.node.retirement.reclaimed[1] >= 2
+    assert core.node.room.reclaimed[1] >= 2
 
 
 @PACES

@@ -12,11 +12,20 @@ from core import Core, Yield
 from flatcake_server import disk as disk_module
 from flatcake_server.disk import Disk
 from flatcake_server.handover import Handover
+from flatcake_server.session import DiskFull
 from flatcake_transport.errors import Overloaded
 from flatcake_transport.handoff import Request, Status, Verb
 from flatcake_transport.space import SpaceSpec
 
 ONE = SpaceSpec("one", "u8", 16, (4096,))
+
+
+def test_a_path_that_is_memory_is_served_and_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(disk_module, "is_memory", lambda path: path == tmp_path)
+    disk = Disk(tmp_path, 1, 1 << 20, 8)
+    disk.open()
+    disk.close()
+    assert f"{tmp_path} is memory" in caplog.text
 
 
 def test_a_path_that_hangs_takes_nothing_new_and_then_goes_on(tmp_path, monkeypatch):
@@ -78,7 +87,7 @@ def test_a_full_table_drops_nothing_of_a_path_that_hangs(tmp_path, monkeypatch, 
     core.put(ONE, [99, 0], session="new")
     after = [session.pool for session in core.store.catalog.sessions.values()]
     assert after.count(1) == before.count(1)
-    assert core.node.retirement.reclaimed.keys() == {2}
+    assert core.node.room.reclaimed.keys() == {2}
     assert core.hit(ONE, [99, 0])[0] == 2
     core.close()
 
@@ -101,7 +110,7 @@ def test_a_full_table_drops_nothing_in_memory_whose_files_are_on_a_path_that_han
     slow = 1
     core.put(ONE, [99], session="new")
     assert [pools(pool) for pool in range(2)] == [7, 8]
-    assert core.node.retirement.reclaimed.keys() == {2}
+    assert core.node.room.reclaimed.keys() == {2}
     assert core.hit(ONE, [99])[0] == 1
     core.close()
 
@@ -157,7 +166,7 @@ def test_a_client_that_goes_leaves_no_turn_behind_one_whose_path_hangs(tmp_path,
     core.close()
 
 
-def test_a_daemon_that_can_open_no_more_is_no_full_disk(tmp_path):
+def test_a_daemon_that_can_open_no_more_is_no_full_disk(tmp_path, caplog):
     """An operator who is told to make room would look in vain."""
     core = Core(tmp_path)
     core.open(ONE)
@@ -165,6 +174,28 @@ def test_a_daemon_that_can_open_no_more_is_no_full_disk(tmp_path):
     with pytest.raises(Overloaded):
         core.put(ONE, [1])
     assert not core.node.disks[1].full
+    assert caplog.text.count("takes no file") == 1
+    core.close()
+
+
+def test_a_disk_that_others_fill_takes_none_of_the_others_along(tmp_path, monkeypatch):
+    """By its quota it has most room, since nothing is stored on it. It is tried again once in a while."""
+    core, tries = Core(tmp_path, paths=2), []
+    core.open(ONE)
+    full = core.node.disks[1]
+    full.files.create = lambda *_: tries.append(core.now_s) or refuse()
+
+    def refuse():
+        raise DiskFull("others are there")
+
+    for number in range(8):
+        core.put(ONE, [number, 0], session=f"s{number}")
+        assert core.store.catalog.find(ONE.fingerprint, f"s{number}").pool == 2
+        core.now_s += 10
+    assert full.full
+    assert sorted({int(at_s - tries[0]) for at_s in tries}) == [0, 60]
+    core.check(data=True)
+    core.check_rest()
     core.close()
 
 

@@ -29,7 +29,7 @@ def test_the_least_recently_used_go(core):
     assert "s0" in names(core)
     assert "s1" not in names(core)
     assert names(core)[-1] == "s15"
-    assert core.node.retirement.reclaimed[1] > 0
+    assert core.node.room.reclaimed[1] > 0
 
 
 def test_what_is_leased_or_written_stays(core):
@@ -137,6 +137,21 @@ def test_a_tail_that_cannot_be_given_back_stays_the_sessions(core, what):
     core.check()
 
 
+@pytest.mark.parametrize("failure", ["", "EIO"])
+def test_a_turn_that_is_given_up_leaves_no_space_in_a_file_that_is_not_the_last(core, failure):
+    """Whether its file was sealed, or another turn had gone on in a further one by then."""
+    core.put(ONE, [1])
+    given_up = core.do(core.begin(ONE, [1, 2, 3]))
+    if not failure:
+        core.put(ONE, [1, 4, 5, 6])
+    core.do(core.abort(given_up, failure=failure))
+    core.put(ONE, [1, 7, 8, 9])
+    core.put(ONE, [1, 7, 8, 9, 10, 11, 12, 13])
+    session = core.store.catalog.find(ONE.fingerprint, "s")
+    assert len(session.files) > 2
+    assert [file.size_bytes - file.tail for file in session.files[:-1]] == [0] * (len(session.files) - 1)
+
+
 def tails(core):
     """By session: bytes that are pre-allocated and not taken."""
     return {session.name: session.tail_bytes >> 12 for session in core.store.catalog.sessions.values()}
@@ -151,7 +166,7 @@ def test_tails_go_before_sessions_the_oldest_first(core):
     core.hit(ONE, [0] * 8)
     core.put(ONE, [5] * 4, session="s5")  # 61 pages of 64: above the high watermark, and 4 above the low one
     assert tails(core) == {"s0": 2, "s1": 2, "s2": 0, "s3": 0, "s4": 2, "s5": 1}
-    assert core.node.retirement.reclaimed[1] == 0
+    assert core.node.room.reclaimed[1] == 0
     core.put(ONE, [6] * 12, session="s6")
     assert "s2" not in tails(core), "tails alone do not make this room"
     assert tails(core)["s1"] == 2
@@ -177,9 +192,9 @@ def test_no_session_goes_for_headroom(core):
     core.do(core.node.retirement.trim_idle(core.now_s + 1))
     core.put(ONE, [9] * 18, session="new")  # 19 pages beside 39 pass the watermark with their headroom only
     assert tails(core) == {"s0": 0, "s1": 0, "s2": 0, "new": 0}
-    assert core.node.retirement.reclaimed[1] == 0
+    assert core.node.room.reclaimed[1] == 0
     core.put(ONE, [8] * 4, session="more")
-    assert core.node.retirement.reclaimed[1] == 1
+    assert core.node.room.reclaimed[1] == 1
 
 
 def test_tails_of_many_are_one_write_of_the_journal(core):
@@ -204,7 +219,7 @@ def test_where_tails_cannot_be_cut_sessions_go(core):
     core.faults["truncate"] = 3
     core.put(ONE, [9] * 12, session="new")
     assert core.node.retirement.counts["untrimmed"] == 3, "each is tried once"
-    assert core.node.retirement.reclaimed[1] == 1
+    assert core.node.room.reclaimed[1] == 1
     core.check()
     core.put(ONE, [2] * 14, session="s2")
     assert core.hit(ONE, [2] * 14)[0] == 14, "its tail is still for the session to write in"
@@ -214,16 +229,20 @@ def test_where_tails_cannot_be_cut_sessions_go(core):
     assert set(tails(core).values()) == {0}
 
 
-def test_a_file_that_cannot_be_deleted_is_tried_again(core):
+def test_a_file_that_cannot_be_deleted_is_tried_again(core, caplog):
     fill(core, 1)
-    core.fail("delete")
+    core.faults["delete"] = 3
     core.do(core.node.retirement.drop(core.store.catalog.find(ONE.fingerprint, "s0")))
     disk = core.node.disks[1]
     assert core.hit(ONE, [0, 0, 0])[0] == 0
     assert (disk.used_bytes, len(disk.condemned)) == (disk.releasing_bytes, 1)
     core.check()
+    for _ in range(2):
+        core.do(core.store.tick(600.0))
+        assert disk.used_bytes
     core.do(core.store.tick(600.0))
     assert disk.used_bytes == 0
+    assert caplog.text.count("cannot be deleted") == 1, "not once a second"
 
 
 def test_a_session_that_was_forgotten_is_freed_twice_by_nobody(core):
@@ -298,7 +317,7 @@ def test_a_full_memory_costs_a_session_what_it_has_there_and_nothing_on_ssd(core
     for number in range(2, 10):
         core.put(ONE, [number, 0], session=f"c{number}")
         core.put(ONE, [number, 0, 0, 0], session=f"c{number}", previous_reply_tokens=1)
-    assert core.node.retirement.reclaimed[0] > 0, "the arena never filled"
+    assert core.node.room.reclaimed[0] > 0, "the arena never filled"
     assert core.hit(ONE, [1, 1, 2, 3])[0] == 2
     core.put(ONE, [1, 1, 2, 3], session="chat", previous_reply_tokens=1)
     assert core.hit(ONE, [1, 1, 2, 3])[0] == 4, "what is missing is stored anew"
@@ -319,7 +338,7 @@ def test_memory_is_made_free_beside_a_path_that_hangs(core):
     async def story():
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await core.node.retirement.make_memory_room(15 << 12)
+                await core.node.room.in_memory(15 << 12)
             assert core.node.memory.used_bytes == 0
         finally:
             answers.set()

@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from disk_path import raw_file, snapshot
@@ -46,17 +47,37 @@ def test_an_id_is_used_once(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"), [(errno.ENOSPC, DiskFull), (errno.EMFILE, Overloaded), (errno.EIO, Unavailable)]
+    ("code", "kind", "words"),
+    [
+        (errno.ENOSPC, DiskFull, "No space left"),
+        (errno.EMFILE, Overloaded, "Too many open files"),
+        (errno.EFBIG, Overloaded, "LimitFSIZE"),
+        (errno.EIO, Unavailable, "Input/output"),
+    ],
 )
-def test_a_full_disk_is_told_from_a_process_that_can_open_no_more(files, monkeypatch, code, kind):
+def test_a_full_disk_is_told_from_what_a_process_may_not(files, monkeypatch, code, kind, words):
     def fails(*_):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(module, "fallocate", fails)
-    with pytest.raises(kind) as said:
+    with pytest.raises(kind, match=words) as said:
         files.create(1, MIB)
     assert type(said.value) is kind
     assert files.list() == {}
+
+
+@pytest.mark.parametrize(("size", "kept"), [(1 << 40, module.KEPT_BYTES_MAX), (64 * MIB, MIB)])
+def test_the_last_bytes_of_a_file_system_are_left_to_the_journal(files, monkeypatch, size, kept):
+    """Without them its path would be lost."""
+    free = kept + MIB
+    monkeypatch.setattr(
+        os, "statvfs", lambda _: SimpleNamespace(f_frsize=4096, f_blocks=size // 4096, f_bavail=free // 4096)
+    )
+    files.create(1, MIB)
+    free -= 4096
+    with pytest.raises(DiskFull, match="left to the journal"):
+        files.create(2, MIB)
+    assert files.list() == {1: MIB}
 
 
 @pytest.mark.parametrize("size", [0, -4096, 1, 4097])

@@ -151,6 +151,19 @@ def test_full_tables_drop_the_least_recently_used_and_never_the_prefix(tmp_path)
     core.close()
 
 
+@pytest.mark.parametrize("full", [{"sessions_max": 2}, {"index_blocks_max": 2}, {"open_turns_max": 2}])
+def test_a_refused_turn_is_counted_once_whatever_is_full(tmp_path, full):
+    core = Core(tmp_path, **full)
+    core.open(ONE)
+    turns = [core.do(core.begin(ONE, [number], session=f"s{number}")) for number in range(2)]
+    with pytest.raises(Overloaded, match=f"{next(iter(full))} is"):
+        core.do(core.begin(ONE, [3], session="new"))
+    assert core.store.counts["turns_refused"] == 1
+    core.run(*map(core.abort, turns))
+    core.check_rest()
+    core.close()
+
+
 def test_a_full_index_makes_room_as_well(tmp_path):
     core = Core(tmp_path, index_blocks_max=6)
     core.open(ONE)
