@@ -72,11 +72,12 @@ class Hit:
         self.failure = failure
         self._copy_blocks = found.copy_blocks if found and found.copy_blocks <= self.blocks else 0
         self.verify = connection is not None and connection.welcome.verify == "all"
+        lease_id = found.lease_id if found else 0
         self.lease = Lease(
-            found.lease_id if found else 0,
+            lease_id,
             connection.welcome.lease_ttl_s if connection else 0.0,
             asked_s,
-            partial(_renew, connection),
+            partial(_renew, connection, lease_id),
             connection.lost if connection else lambda: True,
         )
         self.remote: Sequence[RemoteSource] = ()
@@ -250,6 +251,6 @@ def _renew(connection: Connection | None, lease_id: int, timeout_s: float) -> bo
     return lease_id in connection.rpc.renew(connection.welcome, [lease_id], timeout_s)[0]
 
 
-def _renew_remote(connection: Connection, local_lease_id: int, _: int, timeout_s: float) -> bool:
+def _renew_remote(connection: Connection, local_lease_id: int, timeout_s: float) -> bool:
     """The owner's lease hangs on ours: the daemon renews both with one call."""
     return local_lease_id in connection.rpc.renew(connection.welcome, [local_lease_id], timeout_s)[1]

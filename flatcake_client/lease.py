@@ -38,7 +38,7 @@ class Lease:
         lease_id: int,
         ttl_s: float,
         asked_s: float,
-        renew: Callable[[int, float], bool],
+        renew: Callable[[float], bool],
         lost: Callable[[], bool],
         *,
         now_s: Callable[[], float] = time.monotonic,
@@ -77,7 +77,7 @@ class Lease:
             if asked_s < self._next_s or not self.alive():
                 return
             try:
-                renewed = self._renew(self.lease_id, min(timeout_s, RENEW_TIMEOUT_S))
+                renewed = self._renew(min(timeout_s, RENEW_TIMEOUT_S))
             except Unavailable:
                 self._next_s = asked_s + self._ttl_s / RETRIES_PER_TTL
                 return

@@ -62,7 +62,7 @@ class FakeHit:
         self.renewed = 0
         self.lease = Lease(7, 8.0, self.clock(), self._renew, lambda: self.lost, now_s=self.clock)
 
-    def _renew(self, lease_id: int, timeout_s: float) -> bool:
+    def _renew(self, timeout_s: float) -> bool:
         self.renewed += 1
         return self.renewals.pop(0) if self.renewals else True
 

@@ -19,8 +19,7 @@ class Daemon:
         self.seconds = 0.0
         self.lost = False
 
-    def renew(self, lease_id: int, timeout_s: float) -> bool:
-        assert lease_id == 7
+    def renew(self, timeout_s: float) -> bool:
         assert timeout_s <= RENEW_TIMEOUT_S
         self.asked.append(self.clock())
         self.clock.now_s += self.seconds
@@ -122,7 +121,7 @@ def test_giving_it_back_waits_for_no_renewal(clock):
     """Which may be waiting for a daemon that does not answer."""
     asked, answer = threading.Event(), threading.Event()
 
-    def renew(lease_id: int, timeout_s: float) -> bool:
+    def renew(timeout_s: float) -> bool:
         asked.set()
         return answer.wait(30)
 
