@@ -60,10 +60,10 @@ class Shown:
             self._bar.advance(self._task)
 
     def saved(self, document: dict[str, Any]) -> None:
-        if self._options.json_file not in (None, STDOUT):
-            assert self._options.json_file is not None
+        file = self._options.json_file
+        if file is not None and file != STDOUT:
             try:
-                write_whole(self._options.json_file, json.dumps(document, indent=1) + "\n")
+                write_whole(file, json.dumps(document, indent=1) + "\n")
                 self.unwritten = None
             except OSError as error:
                 self.unwritten = error
