@@ -268,14 +268,16 @@ def check_filled(runs: list[FileRun], planes: range, steps: list, buffer_bytes: 
         return range_of(runs[order[place]], planes[layer], whole=whole)
 
     for step, following in itertools.pairwise(steps):
-        room = buffer_bytes - sum(wanted(*at).size_bytes(first, end) for *at, first, end in brings(step))
-        layer, place, first, _ = brings(following)[0]
+        brought, (layer, place, first, _) = brings(step), brings(following)[0]
+        room = buffer_bytes - sum(wanted(*at).size_bytes(begin, end) for *at, begin, end in brought)
         rest = wanted(layer, place)
-        if rest.size_bytes(first, rest.end) <= buffer_bytes:
+        if first > rest.first:  # cut
+            *_, begin, _ = brought[-1]
+            assert rest.size_bytes(begin, first + rest.unit) - rest.size_bytes(begin, first) > room
+        elif rest.size_bytes(first, rest.end) <= buffer_bytes:
             assert rest.size_bytes(first, rest.end) > room
         else:
-            slack = (rest.start + first * rest.plane_bytes) % ALIGN_BYTES
-            assert slack + rest.unit * rest.plane_bytes > room
+            assert rest.size_bytes(first, first + rest.unit) > room
 
 
 @given(
