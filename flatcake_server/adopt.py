@@ -165,8 +165,8 @@ async def adopt(
         on_disk |= await disk.run(disk.files.list, folder)
     if taken.file_ids & (image.files.keys() | on_disk.keys()):
         raise Unavailable(
-            f"{disk.path} has session files with the numbers of another path's: it belonged to another node. "
-            "Serve it alone, or empty it"
+            f"{disk.path} has session files with the numbers of another path's, as a copy of it has: "
+            "serve it alone, or empty it"
         )
     if image.fresh and on_disk:
         raise Corrupt(

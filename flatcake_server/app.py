@@ -76,7 +76,8 @@ class Node:
             for pool, path in enumerate(config.ssd_paths, 1)
         }
         self.catalog = Catalog(BlockIndex(config.index_blocks_max, seed=secrets.randbits(63)))
-        self.numbers = Numbers()
+        # In microseconds: paths that served apart, in turn or on other nodes, name no two files alike and can serve together.
+        self.numbers = Numbers(file_id=time.time_ns() // 1000)
         self.leases = LeaseTable(config.lease_ttl, config.leases_max)
         self.retirement = Retirement(self.catalog, self.memory, self.ssd_range, self.leases, self.disks)
         self.room = Room(

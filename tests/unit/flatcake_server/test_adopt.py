@@ -172,7 +172,7 @@ def test_a_path_with_the_file_numbers_of_another_is_refused(tmp_path):
     twin.write_bytes(file.read_bytes())
     core.restart()
     core.open(ONE)
-    assert "belonged to another node" in core.node.disks[2].failure
+    assert "numbers of another path" in core.node.disks[2].failure
     assert core.hit(ONE, [1])[0] == 1
     assert twin.exists()
     core.check()
