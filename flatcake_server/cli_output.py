@@ -31,6 +31,7 @@ EXIT_USAGE: Final = 2  # the command or the configuration is wrong
 EXIT_UNAVAILABLE: Final = 3  # no daemon, or it cannot do it now
 
 _PIPE_COLUMNS: Final = 200  # rich assumes 80 where there is no terminal, and cuts what grep is looking for
+_ANY_COLUMNS: Final = 10_000
 _WALL_CLOCK_S: Final = 1e9  # seconds since 1970 exceed this; durations do not
 
 Step = Callable[[int, int], None]  # (done, total); total 0: not known
@@ -126,6 +127,26 @@ def rows_table(title: str, rows: Sequence[Mapping[str, Any]], columns: Iterable[
     for row in rows:
         table.add_row(*(Text(cell(name, row.get(name))) for name in names))
     return table
+
+
+def show_rows(
+    title: str, rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None, out: Console | None = None
+) -> None:
+    """As a table where its lines fit; on a narrower terminal each row is a table of its own. A pipe has room for any."""
+    out = out or console()
+    table = rows_table(title, rows, columns)
+    if isinstance(table, str):
+        out.print(table)
+        return
+    columns_needed = out.measure(table, options=out.options.update(max_width=_ANY_COLUMNS)).maximum
+    if not out.is_terminal:
+        out.width = max(out.width, columns_needed)
+    if columns_needed <= out.width:
+        out.print(table)
+        return
+    names = list(columns) if columns is not None else list(rows[0])
+    for number, row in enumerate(rows, 1):
+        out.print(fields_table(f"{title}, {number} of {len(rows)}", {name: row.get(name) for name in names}))
 
 
 def fields_table(title: str, document: Mapping[str, Any]) -> Table:

@@ -15,7 +15,7 @@ from flatcake_server.cli_output import (
     fields_table,
     print_error,
     print_json,
-    rows_table,
+    show_rows,
 )
 from flatcake_server.rpc_admin import AdminClient
 
@@ -48,16 +48,17 @@ def status(endpoint: Endpoint = None, json: Json = False) -> None:
         return
     pools, counters = document.pop("pools", []), document.pop("counters", {})
     cluster = document.pop("cluster", None)
+    document.get("index", {}).pop("bytes_per_block", None)  # of a few blocks it is no figure
     for name, (count, seconds) in document.pop("rpc_seconds", {}).items():
         document[f"{name} calls"] = f"{count:,}, {seconds / max(count, 1) * 1e6:,.0f} us each"
     out = console()
     out.print(fields_table("daemon", document))
-    out.print(rows_table("where blocks live", pools, [name for name in _POOL_COLUMNS if pools and name in pools[0]]))
+    show_rows("where blocks live", pools, [name for name in _POOL_COLUMNS if pools and name in pools[0]])
     out.print(fields_table("since it started", {name: value for name, value in counters.items() if value}))
     if cluster:
         members = cluster.pop("members", [])
         out.print(fields_table("cluster", cluster))
-        out.print(rows_table("nodes", members))
+        show_rows("nodes", members)
     for pool in pools:
         if pool.get("failure"):
             print_error(f"{pool['name']} is out of service: {pool['failure']}")
@@ -72,7 +73,7 @@ def spaces(endpoint: Endpoint = None, json: Json = False) -> None:
     if json:
         print_json(rows)
         return
-    console().print(rows_table("spaces", [_short(row) for row in rows]))
+    show_rows("spaces", [_short(row) for row in rows])
 
 
 def nodes(endpoint: Endpoint = None, json: Json = False) -> None:
@@ -82,7 +83,7 @@ def nodes(endpoint: Endpoint = None, json: Json = False) -> None:
     if json:
         print_json(rows)
     else:
-        console().print(rows_table("nodes", rows))
+        show_rows("nodes", rows)
     if not rows:
         print_error("this node is by itself: its option directory is none")
     if not rows or rows[0]["state"] != "joined":
@@ -125,7 +126,7 @@ def list_sessions(
     if json:
         print_json(rows)
     else:
-        console().print(rows_table("sessions", rows))
+        show_rows("sessions", rows)
 
 
 @sessions_app.command("show")
@@ -143,10 +144,9 @@ def show_session(
     tables = {
         key: rows for key, rows in document.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)
     }
-    out = console()
-    out.print(fields_table(name, {key: value for key, value in document.items() if key not in tables}))
+    console().print(fields_table(name, {key: value for key, value in document.items() if key not in tables}))
     for key, rows in tables.items():
-        out.print(rows_table(key, rows))
+        show_rows(key, rows)
 
 
 @sessions_app.command("drop")

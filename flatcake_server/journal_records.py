@@ -25,7 +25,7 @@ from flatcake_transport.errors import Corrupt
 from flatcake_transport.space import Fingerprint, SpaceSpec
 
 FORMAT: Final = b"flatcake journal 1"
-ADVICE: Final = "run `flatcake check --rebuild` on this path: the session files describe themselves"
+ADVICE: Final = "run `flatcake check --rebuild --ssd-paths` with this path: the session files describe themselves"
 
 FILES: Final = b"f"
 SEGMENTS: Final = b"g"

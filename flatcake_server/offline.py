@@ -85,7 +85,7 @@ def check(path: Path, *, data: bool = False, progress: Progress = lambda _done, 
         if image is None:
             if on_disk:
                 report.find(
-                    f"{path} has {len(on_disk)} session files and no journal: `flatcake check --rebuild` makes one"
+                    f"{path} has {len(on_disk)} session files and no journal: `flatcake check --rebuild --ssd-paths {path}` makes one"
                 )
             report.counts = {"files_on_disk": len(on_disk)}
             return report

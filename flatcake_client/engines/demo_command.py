@@ -68,7 +68,7 @@ def command(
         with errors.status("starting", spinner="dots") as status:
             told = tell(options.directory, status.update)
     except (DemoFailed, OSError) as error:
-        errors.print(f"{program}: {error}", markup=False)
+        errors.print(f"{program}: {error}", markup=False, soft_wrap=True)
         return EXIT_UNAVAILABLE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
