@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -329,7 +329,7 @@ def _target_spans(target: Sequence[Any], slots: Slots, spec: SpaceSpec) -> list[
             raise ValueError(f"layer {layer} of the target has {pages.shape[0]} slots: slot {top} was asked for")
         if isinstance(pages, np.ndarray) and not pages.flags.writeable:
             raise ValueError(f"layer {layer} of the target is read-only")
-        spans.append(replace(span, slots=slots))
+        spans.append(PagedSpan(pages, slots, span.plane_bytes, span.rows))
     return spans
 
 

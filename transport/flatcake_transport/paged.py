@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -100,7 +99,9 @@ def prepared(span: PagedSpan) -> PagedSpan:
     Raises: ValueError: see `check_span`.
     """
     check_span(span)
-    return span if on_device(span.pages) else replace(span, rows=byte_rows(host_array(span.pages)))
+    if on_device(span.pages):
+        return span
+    return PagedSpan(span.pages, span.slots, span.plane_bytes, byte_rows(host_array(span.pages)))
 
 
 def byte_rows(pages: NDArray[Any]) -> NDArray[Any]:
@@ -110,7 +111,9 @@ def byte_rows(pages: NDArray[Any]) -> NDArray[Any]:
     while shape and (strides[-1] == chunk or shape[-1] == 1):
         chunk *= shape.pop()
         strides.pop()
-    word = next(w for w in _WORDS if all(n % w == 0 for n in (chunk, pages.strides[0], *strides, pages.ctypes.data)))
+    word = math.gcd(_WORDS[0], chunk, pages.strides[0], *strides, pages.ctypes.data)
+    if pages.ndim == len(shape) + 2 and (chunk > size or word == size):  # the last axis alone is contiguous: no other view is needed
+        return pages.view(f"u{word}")
     rows: NDArray[Any] = np.lib.stride_tricks.as_strided(
         pages.view(f"V{size}"), (pages.shape[0], *shape, chunk // size), (pages.strides[0], *strides, size)
     )
