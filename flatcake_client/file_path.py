@@ -171,6 +171,11 @@ class FilePath:
         return left_bytes is not None and left_bytes <= ENDING_BYTES
 
     @property
+    def waits(self) -> bool:
+        """Whether the next step would wait for a read."""
+        return self._stream is not None and not self._stream.landed
+
+    @property
     def holds_window(self) -> bool:
         return self._stream is not None
 

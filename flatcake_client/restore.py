@@ -254,13 +254,20 @@ class Restore:
                 ends_s = self._now_s() + wait_s
                 for each in self._paths:
                     each.ahead(max(0.0, ends_s - self._now_s()))
-                behind = min(range(len(self._paths)), key=lambda index: self._paths[index].layers_done)
+                behind = self._next(wanted)
                 began_s = self._now_s()
                 self._step(self._paths[behind], max(0.0, ends_s - began_s))
                 self._waited_s[behind] += self._now_s() - began_s
                 self._say_ending()
         if progress.over or self._done(progress.layers - 1):
             self._finish()
+
+    def _next(self, wanted: int) -> int:
+        """Which path to step: the one furthest behind; but while that waits for a read, memory, as far as it is wanted."""
+        behind = min(range(len(self._paths)), key=lambda index: self._paths[index].layers_done)
+        path = self._paths[behind]
+        idle = isinstance(path, FilePath) and path.waits and self._memory.layers_done <= wanted
+        return len(self._paths) - 1 if idle else behind
 
     def _say_ending(self) -> None:
         paths = (self._files, *self._remote)

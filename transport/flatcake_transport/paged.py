@@ -112,7 +112,9 @@ def byte_rows(pages: NDArray[Any]) -> NDArray[Any]:
         chunk *= shape.pop()
         strides.pop()
     word = math.gcd(_WORDS[0], chunk, pages.strides[0], *strides, pages.ctypes.data)
-    if pages.ndim == len(shape) + 2 and (chunk > size or word == size):  # the last axis alone is contiguous: no other view is needed
+    if pages.ndim == len(shape) + 2 and (
+        chunk > size or word == size
+    ):  # the last axis alone is contiguous: no other view is needed
         return pages.view(f"u{word}")
     rows: NDArray[Any] = np.lib.stride_tricks.as_strided(
         pages.view(f"V{size}"), (pages.shape[0], *shape, chunk // size), (pages.strides[0], *strides, size)

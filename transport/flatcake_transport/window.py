@@ -347,6 +347,11 @@ class ReadStream:
             return None
         return sum(step.size_bytes for step, _, _ in self._flying) - self._landed
 
+    @property
+    def landed(self) -> bool:
+        """Whether `advance` would return at once."""
+        return not self._flying or self._flying[0][2][0][1].done()
+
     def _fill(self) -> None:
         while self._idle and self._coming is not None:
             step = self._coming

@@ -1,11 +1,15 @@
-"""How many commands a restore from files takes: seen by the mover, in the restore's own figures, and in the bytes it brings."""
+"""What a restore asks of the disk: how many commands, as the mover, its own figures and its bytes say, and what it does meanwhile."""
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 import pytest
 from hits import FakeHit, Movers, hit_buffer_bytes_min
+from homes import Gate
 from images import Chain
+from waiting import until
 
 from flatcake_client.restore import Restore
 from flatcake_transport.space import SpaceSpec
@@ -43,3 +47,26 @@ def test_a_mover_that_was_closed_is_a_miss(tmp_path):
     assert restore.wait() == 0
     hit.close()
     assert tools.staging.stats().windows_out == 0
+
+
+def test_what_is_in_memory_is_copied_while_the_disk_reads(tmp_path):
+    chain = Chain(SpaceSpec("m", "u8", 4, (PLANE,) * LAYERS), tmp_path, np.random.default_rng(0))
+    for file_id in (0, 1):
+        chain.add(file_id=file_id, before=0, blocks=BLOCKS, behind=0)
+    hit, movers = FakeHit(chain), Movers()
+    movers.files = Gate(movers.files)
+    movers.files.open.clear()
+    pages = [np.zeros((2 * BLOCKS, PLANE), np.uint8) for _ in range(LAYERS)]
+    restore = Restore(hit, movers.reading(hit), pages, np.arange(2 * BLOCKS), 0, 60.0, now_s=hit.clock)
+    waiting = threading.Thread(target=restore.wait)
+    waiting.start()
+    try:
+        until(lambda: all(np.array_equal(page[:BLOCKS], kv[:BLOCKS]) for page, kv in zip(pages, chain.kv, strict=True)))
+        assert movers.files.submitted, "the disk was not asked first"
+    finally:
+        movers.files.open.set()
+        waiting.join()
+    assert restore.wait() == 2 * BLOCKS
+    assert all(np.array_equal(page, kv) for page, kv in zip(pages, chain.kv, strict=True))
+    hit.close()
+    movers.close()
