@@ -72,4 +72,7 @@ def main(order: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except Unavailable as error:  # the parent passes it on to an operator
+        sys.exit(str(error))
