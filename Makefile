@@ -101,7 +101,7 @@ test-fabric: $(VENV)/.stamp  ## NVMe-oF and soft RDMA on a real kernel, in a QEM
 	  tests/fabric/guest $(ARGS)
 
 soak: $(VENV)/.stamp  ## the stateful and fault tests, many times as long
-	$(PYTEST) --hypothesis-profile=soak --timeout=3600 tests/property tests/fault $(ARGS)
+	$(PYTEST) --hypothesis-profile=soak --timeout=3600 -o faulthandler_timeout=0 tests/property tests/fault $(ARGS)
 
 bench: $(VENV)/.stamp  ## every figure, a table each
 	@for script in $$(find bench -maxdepth 1 -name '[a-z]*.py' ! -name replay_report.py | sort); do \
