@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -152,8 +153,10 @@ def show_rows(
 def fields_table(title: str, document: Mapping[str, Any]) -> Table:
     """One line a field."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    headings = Counter(map(_heading, document))
     for name, value in document.items():
-        table.add_row(_heading(name), Text(cell(name, value)))
+        heading = _heading(name) if headings[_heading(name)] == 1 else name.replace("_", " ")
+        table.add_row(heading, Text(cell(name, value)))
     return table
 
 

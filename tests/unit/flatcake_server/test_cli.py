@@ -20,7 +20,7 @@ from some_stats import some_stats
 
 from flatcake_proto.v1 import admin_pb2, admin_pb2_grpc
 from flatcake_server import cli, cli_replay
-from flatcake_server.cli_output import show_rows
+from flatcake_server.cli_output import fields_table, show_rows
 from flatcake_server.config import NodeConfig
 from flatcake_transport.errors import Corrupt, Overloaded, Unavailable
 
@@ -153,6 +153,16 @@ def test_a_table_that_does_not_fit_the_terminal_is_one_a_row():
         assert all(row["fingerprint"] in said for row in rows)
         assert said.count("spaces") == tables
     assert "spaces, 2 of 2" in said
+
+
+def test_no_two_fields_have_one_name():
+    out = Console(width=80, file=io.StringIO())
+    out.print(fields_table("cluster", {"anchors_published": 1, "anchors_published_total": 2, "staged_bytes": 3}))
+    assert [line.split("│")[1].strip() for line in out.file.getvalue().splitlines() if "│" in line] == [
+        "anchors published",
+        "anchors published total",
+        "staged",
+    ]
 
 
 def test_nothing_stored_is_said_in_words(flatcake, admin, monkeypatch):
