@@ -37,8 +37,8 @@ MIB = 1 << 20
 TORTURE_S = 120.0
 REST_S = 120.0  # of a busy machine
 OPTIONS = {
-    "memory_bytes": 6 * MIB,
-    "lease_ttl": "2s",
+    "memory_bytes": 2 * MIB,
+    "lease_ttl": "4s",
     "session_trim_after": "3s",
     "drain_timeout": "1s",
     "huge_pages": "off",
@@ -120,7 +120,7 @@ class World:
     def stop_engine(self, daemon: Daemon) -> None:
         _, process, _ = self.random.choice(self.engines.living)
         process.send_signal(signal.SIGSTOP)
-        pause(self.random.choice([0.3, 3.5]))  # shorter and longer than a lease
+        pause(self.random.choice([0.3, 5.0]))  # shorter and longer than a lease
         process.send_signal(signal.SIGCONT)
 
     def drop(self, daemon: Daemon) -> None:

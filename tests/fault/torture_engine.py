@@ -65,7 +65,7 @@ class Engine:
 
     def step(self) -> None:
         work = self.random.choices(
-            [self.store, self.restore, self.layers, self.cancelled, self.hold, self.lose], (6, 6, 3, 2, 1, 1)
+            [self.store, self.restore, self.layers, self.cancelled, self.hold, self.lose], (6, 6, 3, 2, 3, 1)
         )
         with contextlib.suppress(fc.Overloaded, fc.Unavailable):
             work[0]()
@@ -101,8 +101,8 @@ class Engine:
         hints: dict[str, Any] = {}
         if self.random.random() < 0.4:
             hints["share_counts"] = [2] * 2 + [1] * (len(keys) - 2)
-        if self.random.random() < 0.5:
-            hints["previous_reply_tokens"] = self.random.choice([10, 10_000])
+        if self.random.random() < 0.7:
+            hints["previous_reply_tokens"] = self.random.choice([10, 10, 10_000])
         timeout_s = self.random.choice([0.001, 0.02]) if self.random.random() < 0.05 else None
         with self.within("begin_turn", TIMEOUT_S):
             return kv, kv.space.begin_turn(keys, session=session, timeout_s=timeout_s, **hints), keys
@@ -160,9 +160,9 @@ class Engine:
             self.bring(kv, hit, keys)
 
     def hold(self) -> None:
-        """Looked up now and restored some time later, perhaps past its lease."""
+        """Looked up now and restored some time later: what was found is not to go meanwhile, or past its lease is no hit."""
         self.held.append(self.lookup())
-        if len(self.held) > 3:
+        if len(self.held) > self.random.choice([1, 1, 4]):
             kv, hit, keys = self.held.pop(0)
             with hit:
                 self.bring(kv, hit, keys)
