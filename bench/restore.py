@@ -125,7 +125,11 @@ def short_sessions(args: argparse.Namespace, directory: Path, client: fc.Client,
             lambda _, keys=keys, pages=pages: after_a_pause(partial(restore, space, keys, pages)),  # type: ignore[misc]
         )
         compared = Compared.of(pages.size_bytes, limit_s, ours_s)
-        report.add(f"{mib} MiB after a pause / raw preadv into as much memory", compared.ratio, detail=compared)
+        report.add(
+            f"{mib} MiB after a pause, lookup to release / raw preadv into as much memory",
+            compared.ratio,
+            detail=compared,
+        )
 
 
 def many_sessions(args: argparse.Namespace, node: Node, client: fc.Client, report: Report) -> None:
