@@ -166,9 +166,13 @@ def test_full_buffers_hold_what_they_are_to_hold(
     planes, blocks = sizes
     spec = SpaceSpec("m", "u8", 1, tuple(planes))
     first = data.draw(st.integers(0, blocks - 1))
-    run = FileRun(0, 4096, segment_layout(spec, blocks), first, blocks - first, 0)
-    planes_of = range(spec.layers)
-    check_restore(spec, [run], planes_of, buffer_of(data, spec, [run], planes_of, whole=whole), 0, whole=whole)
+    cut = data.draw(st.integers(first + 1, blocks))  # two runs that touch, perhaps
+    bounds = [(start, end) for start, end in ((first, cut), (cut, blocks)) if start < end]
+    layout = segment_layout(spec, blocks)
+    runs = [FileRun(0, 4096, layout, start, end - start, start - first) for start, end in bounds]
+    of_all = range(spec.layers)
+    gap = data.draw(st.sampled_from([0, 4096, 64 << 10]))
+    check_restore(spec, runs, of_all, buffer_of(data, spec, runs, of_all, whole=whole), gap, whole=whole)
 
 
 def check_restore(
