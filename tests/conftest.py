@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from daemon import Daemon
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# A machine shared with builds is slow at random, so Hypothesis judges no example by its time.
-settings.register_profile("default", deadline=None)
-settings.register_profile("soak", deadline=None, max_examples=5000, stateful_step_count=200)
+# A machine shared with builds is slow at random, so Hypothesis judges no example by its time, nor by how long it takes to make.
+TIMELESS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", TIMELESS)
+settings.register_profile("soak", TIMELESS, max_examples=5000, stateful_step_count=200)
 settings.load_profile("default")
 
 
