@@ -127,6 +127,8 @@ def list_sessions(
         print_json(rows)
     else:
         show_rows("sessions", rows)
+    if len(rows) == limit:
+        print_error(f"these are {limit}, and there may be more: give --limit")
 
 
 @sessions_app.command("show")

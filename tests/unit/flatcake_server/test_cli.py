@@ -124,6 +124,7 @@ def test_tables_show_units_and_leave_markup_alone(flatcake, admin):
     assert "agent-3[bold]" in out
     assert "3 GiB" in out
     assert "ago" in out
+    assert "there may be more" in flatcake("sessions", "list", "--limit", str(len(SESSIONS)))[2]
     table = flatcake("spaces")[1]
     assert "32 x 4096" in table
     assert "ab" * 16 in table, "what is to be copied is in one piece"
