@@ -188,7 +188,8 @@ def _same_reads(scratch: Path, told: argparse.Namespace) -> list[str]:
     """Restores beside a program of the same reads and writes, kept in --out; what went wrong, if something did."""
     parts = [part.name for part in PARTS if len(part.systems) > 1 and part.name in (told.parts or part.name).split(",")]
     if (
-        told.quick
+        not parts
+        or told.quick
         or (told.reuse and (told.out / SAME_READS).exists())
         or "flatcake" not in (told.systems or "flatcake")
     ):

@@ -207,7 +207,7 @@ class NodeConfig(BaseModel):
     )
     index_blocks_max: Bound = Field(
         20_000_000,
-        description="Blocks stored at once; at most 50 B of memory each. Made smaller, the next start drops sessions used "
+        description="Blocks stored at once; some 100 B of memory each. Made smaller, the next start drops sessions used "
         "least recently.",
     )
     leases_max: Bound = Field(65_536, description="Leases of readers alive at once.")

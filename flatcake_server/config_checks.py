@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from flatcake_server.cluster.nvmet import parse_port
-from flatcake_server.machine import ROOT, free_huge_pages_bytes, total_memory_bytes
+from flatcake_server.machine import ROOT, free_huge_pages_bytes, huge_pages_bytes, total_memory_bytes
+from flatcake_transport.errors import Unavailable
 from flatcake_transport.units import (
     Listen,
     approximate_size,
@@ -99,16 +100,24 @@ def refuse_bad_paths(socket: Path, ssd_paths: Sequence[Path], socket_bytes_max: 
 def refuse_too_much_memory(memory_bytes: int, huge_pages: str, root: Path = ROOT) -> None:
     """The kernel gives an arena of any size, and ends processes when it is used: engines, for all we know.
 
-    Raises: ValueError: this machine or container can never hold it. Where huge pages must do, the arena says so.
+    Raises:
+        ValueError: this machine or container can never hold it. Where huge pages must do, the arena says so.
+        Unavailable: its huge pages could, but others have them now.
     """
     if huge_pages == "on" or (huge_pages == "auto" and memory_bytes <= free_huge_pages_bytes(root)):
         return
     total_bytes = total_memory_bytes(root)
-    if 0 < total_bytes < memory_bytes:
-        raise ValueError(
-            f"memory_bytes is {approximate_size(memory_bytes)}, but there are {approximate_size(total_bytes)} of memory here in all: "
-            "lower it to what the engine leaves"
+    if not 0 < total_bytes < memory_bytes:
+        return
+    asked = f"memory_bytes is {approximate_size(memory_bytes)}"
+    if huge_pages == "auto" and memory_bytes <= huge_pages_bytes(root):
+        raise Unavailable(
+            f"{asked}, but {approximate_size(free_huge_pages_bytes(root))} of huge pages are free: end who has the others, "
+            "like engines that still map the arena of a daemon before this one"
         )
+    raise ValueError(
+        f"{asked}, but there are {approximate_size(total_bytes)} of memory here in all: lower it to what the engine leaves"
+    )
 
 
 def ssd_path_refusal(path: Path, quota_bytes: int) -> str:

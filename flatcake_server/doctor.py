@@ -97,6 +97,10 @@ def probe_memory(memory_bytes: int, root: Path = ROOT, *, huge_pages: str = "aut
     arena = approximate_size(memory_bytes)
     if memory_bytes <= huge_bytes:
         return Finding("memory", "yes", f"{approximate_size(huge_bytes)} of huge pages free for an arena of {arena}")
+    if huge_pages == "on":
+        detail = f"{approximate_size(huge_bytes)} of huge pages free for an arena of {arena}, and huge_pages is on"
+        advice = "raise vm.nr_hugepages, or set huge_pages to auto; a daemon that runs here has its arena already"
+        return Finding("memory", "fails", detail, advice)
     free_bytes, limit = free_memory_bytes(root), memory_limit_bytes(root)
     detail = f"{approximate_size(free_bytes)} free for an arena of {arena}"
     if limit is not None:

@@ -1,5 +1,6 @@
-"""How much memory this machine has, or this container may have, and what is no disk but memory. `root` is where /proc and /sys are looked for, so that tests can show
-a machine of their own.
+"""How much memory this machine has, or this container may have, and what is no disk but memory.
+
+`root` is where /proc and /sys are looked for, so that tests can show a machine of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Final
 
 ROOT: Final = Path("/")
 HUGE_PAGE_BYTES: Final = 2 << 20
+_HUGE_PAGES: Final = "sys/kernel/mm/hugepages/hugepages-2048kB"
 
 
 def read_number(path: Path) -> int | None:
@@ -35,8 +37,9 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
 
 
 def total_memory_bytes(root: Path = ROOT) -> int:
-    """What there can ever be. 0: it cannot be told."""
-    total, limit = read_meminfo(root).get("MemTotal", 0) * 1024, memory_limit_bytes(root)
+    """What there can ever be in normal pages: those reserved as huge ones are not. 0: it cannot be told."""
+    info, limit = read_meminfo(root), memory_limit_bytes(root)
+    total = (info.get("MemTotal", 0) - info.get("Hugetlb", 0)) * 1024
     return total if limit is None else min(total, limit)
 
 
@@ -59,7 +62,12 @@ def _used_bytes(root: Path) -> int:
 
 def free_huge_pages_bytes(root: Path = ROOT) -> int:
     """Of 2 MiB pages that the system has reserved and nobody uses. A container's memory limit does not count them."""
-    return HUGE_PAGE_BYTES * (read_number(root / "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages") or 0)
+    return HUGE_PAGE_BYTES * (read_number(root / _HUGE_PAGES / "free_hugepages") or 0)
+
+
+def huge_pages_bytes(root: Path = ROOT) -> int:
+    """Of 2 MiB pages that the system has reserved, in use or not."""
+    return HUGE_PAGE_BYTES * (read_number(root / _HUGE_PAGES / "nr_hugepages") or 0)
 
 
 def is_memory(path: Path, root: Path = ROOT) -> bool:

@@ -23,6 +23,7 @@ from flatcake_server.config import (
     load_config,
 )
 from flatcake_server.config_checks import refuse_too_much_memory, ssd_path_refusal
+from flatcake_transport.errors import Unavailable
 
 DESIGN_KEYS = [
     "socket",
@@ -259,6 +260,16 @@ def test_more_memory_than_the_machine_has_is_refused_at_the_start(tmp_path):
         refuse_too_much_memory(2 << 30, "off", tmp_path)
     refuse_too_much_memory(2 << 30, "on", tmp_path)
     refuse_too_much_memory(1 << 40, "auto", tmp_path / "nothing to be known")
+    pages.write_text("512\n")
+    (pages.parent / "nr_hugepages").write_text("1024\n")
+    with pytest.raises(Unavailable, match="1 GiB of huge pages are free: end who has the others"):
+        refuse_too_much_memory(2 << 30, "auto", tmp_path)
+    limit.write_text("max\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 8388608 kB\nHugetlb: 2097152 kB\n")
+    with pytest.raises(
+        ValueError, match="there are 6 GiB of memory here"
+    ):  # what is reserved as huge pages is no other's
+        refuse_too_much_memory(8 << 30, "auto", tmp_path)
 
 
 def test_the_socket_is_under_the_runtime_directory_where_run_cannot_be_written(monkeypatch):

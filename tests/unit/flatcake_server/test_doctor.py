@@ -42,6 +42,9 @@ def test_memory_is_what_is_free_here_and_in_the_container(root):
     root("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "2048\n")
     assert doctor.probe_memory(4 << 30, root.path).state == "yes"
     assert doctor.probe_memory(4 << 30, root.path, huge_pages="off").state == "fails"
+    assert doctor.probe_memory(4 << 30, root.path, huge_pages="on").state == "yes"
+    root("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "0\n")
+    assert "raise vm.nr_hugepages" in doctor.probe_memory(1 << 20, root.path, huge_pages="on").advice
 
 
 def test_huge_pages_are_reserved_or_transparent_or_none(root):

@@ -102,6 +102,15 @@ def test_a_taken_port_names_the_option_and_the_address():
             served(lambda _: None, listen)
 
 
+def test_a_name_that_nobody_knows_is_said(monkeypatch):
+    def create_server(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    with pytest.raises(Unavailable, match="cannot listen on nowhere:7451: Name or service not known: choose"):
+        served(lambda _: None, Listen("nowhere", 7451))
+
+
 def test_what_is_no_http_is_counted_and_no_traceback(caplog):
     caplog.set_level("DEBUG", logger="flatcake_server.web")
 
