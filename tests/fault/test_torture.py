@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(not SOAK, reason="takes minutes: `make soak`")
 HERE = Path(__file__).parent
 MIB = 1 << 20
 TORTURE_S = 120.0
+BLAMED = "wrong: "  # torture_engine.py says it at once
 REST_S = 120.0  # of a busy machine
 OPTIONS = {
     "memory_bytes": 2 * MIB,
@@ -63,9 +64,10 @@ class Engines:
         self.living.append((daemon, process, report))
 
     def kill(self, which: int) -> None:
-        daemon, process, _ = self.living.pop(which)
+        daemon, process, report = self.living.pop(which)
         process.kill()
         process.wait()
+        assert BLAMED not in report.with_suffix(".log").read_text()
         self.start(daemon)
 
     def end(self) -> Counter[str]:

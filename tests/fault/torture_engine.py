@@ -27,6 +27,7 @@ import flatcake_client as fc
 LATE_S = 20.0  # beyond its own time, and not counting when this process stood still
 EMPTY = 0xEE
 TIMEOUT_S, TRANSFER_TIMEOUT_S = 2.0, 6.0
+BLAMED = "wrong: "
 SPACES: list[dict[str, Any]] = [
     {"model": "even", "layers": 3, "plane_bytes": 32768},
     {"model": "odd", "layers": 4, "plane_bytes": 3000},
@@ -63,6 +64,10 @@ class Engine:
         self.wrong: list[str] = []
         self.done: Counter[str] = Counter()
 
+    def blame(self, what: str) -> None:
+        self.wrong.append(what)
+        print(f"{BLAMED}{what}", flush=True)  # at once: who is killed writes no report
+
     def step(self) -> None:
         work = self.random.choices(
             [self.store, self.restore, self.layers, self.cancelled, self.hold, self.lose], (6, 6, 3, 2, 3, 1)
@@ -70,7 +75,7 @@ class Engine:
         with contextlib.suppress(fc.Overloaded, fc.Unavailable):
             work[0]()
         if len(self.empty) > 5 and any((pages != EMPTY).any() for pages in self.empty.popleft()):
-            self.wrong.append("slots were written after the restore had ended")
+            self.blame("slots were written after the restore had ended")
 
     @contextlib.contextmanager
     def within(self, what: str, limit_s: float) -> Iterator[None]:
@@ -83,7 +88,7 @@ class Engine:
                 pause(0.2)  # the pulse has its turn
                 over_s = now_s - began_s - limit_s - self.pulse.stood_s(began_s, now_s)
                 if over_s > LATE_S:
-                    self.wrong.append(f"{what} came {over_s:.1f} s too late")
+                    self.blame(f"{what} came {over_s:.1f} s too late")
 
     # Conversations that every engine can make up: a prompt, a session, a fork of it, so many turns.
 
@@ -137,9 +142,9 @@ class Engine:
         usable = min(usable, len(slots))
         for layer, pages in enumerate(target):
             if not np.array_equal(pages[slots[first:usable]], kv.bytes_of(keys[first:usable], layer)):
-                self.wrong.append(f"layer {layer}: other bytes came back")
+                self.blame(f"layer {layer}: other bytes came back")
             if (np.delete(pages, slots[first:], axis=0) != EMPTY).any():
-                self.wrong.append(f"layer {layer}: slots were written that nobody asked for")
+                self.blame(f"layer {layer}: slots were written that nobody asked for")
         self.done["compared"] += max(0, usable - first)
         for pages in target:
             pages[:] = EMPTY
@@ -206,7 +211,7 @@ def main(endpoint: str, seed: int, stop: Path, report: Path) -> None:
                 engine.step()
                 pause(0.02)
         except BaseException as error:  # noqa: BLE001 - told to the test
-            engine.wrong.append(repr(error))
+            engine.blame(repr(error))
         for _, hit, _ in engine.held:
             hit.release()
 
