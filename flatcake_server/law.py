@@ -96,7 +96,8 @@ class _Look:
         self._ssd_range = ssd_range
         self._seen: dict[SessionNo, _Seen] = {}
         # Blocks of a segment that the index names it for: from its commit to its end the same, unless it is lost.
-        self._own: dict[Generation, int] = {}
+        # By session and generation: paths that served apart have counted the same generations.
+        self._own: dict[tuple[SessionNo, Generation], int] = {}
 
     def steps(self) -> Generator[None]:
         """Steps that take well under a millisecond each, but for the one that takes `_Ends`."""
@@ -145,7 +146,7 @@ class _Look:
         yield
         fresh: list[SegmentRecord] = []
         for segment in seen.segments:
-            if segment.generation not in self._own or self._store.catalog.is_lost(session):
+            if (session_no, segment.generation) not in self._own or self._store.catalog.is_lost(session):
                 fresh.append(segment)
                 if sum(one.blocks for one in fresh) >= STEP_BLOCKS:
                     self._count_own(session, fresh)
@@ -163,7 +164,8 @@ class _Look:
         own = bases + within.astype(np.uint64) * np.uint64(session.spec.plane_bytes[0])
         found = self._store.catalog.index.lookup(np.concatenate([segment.keys for segment in segments]))
         told = np.add.reduceat((found == own).astype(np.int64), firsts).tolist()
-        self._own.update(zip((segment.generation for segment in segments), told, strict=True))
+        names = ((session.session_no, segment.generation) for segment in segments)
+        self._own.update(zip(names, told, strict=True))
 
     def _ends(self) -> _Ends:
         store, catalog = self._store, self._store.catalog
@@ -195,14 +197,14 @@ class _Look:
         memory, ssd = _Owned(ends.memory_others), _Owned(ends.ssd_others)
         files, tails = dict.fromkeys(self._store.disks, 0), dict.fromkeys(self._store.disks, 0)
         segments = blocks = 0
-        for seen in self._seen.values():
+        for session_no, seen in self._seen.items():
             memory.add(seen.memory)
             ssd.add(seen.files)
             if seen.pool != MEMORY_POOL:
                 files[seen.pool] += sum(size for _, size in seen.files)
                 tails[seen.pool] += seen.tail_bytes
             segments += len(seen.segments)
-            blocks += sum(self._own[segment.generation] for segment in seen.segments)
+            blocks += sum(self._own[session_no, segment.generation] for segment in seen.segments)
             yield
         if segments != ends.segments:
             self.findings.append(f"{segments} segments in sessions, {ends.segments} in the map")

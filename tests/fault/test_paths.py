@@ -47,13 +47,13 @@ def on_paths(daemon):
         return {row["name"]: row["path"].rsplit("/", 1)[1] for row in admin.sessions()}
 
 
-def store(kv, seeds):
+def store(kv, seeds, blocks=8):
     for seed in seeds:
-        kv.store(kv.tokens(seed, 8), session=f"s{seed}")
+        kv.store(kv.tokens(seed, blocks), session=f"s{seed}")
 
 
-def hits(kv, seeds):
-    return [seed for seed in seeds if kv.hit(kv.tokens(seed, 8)) == 8]
+def hits(kv, seeds, blocks=8):
+    return [seed for seed in seeds if kv.hit(kv.tokens(seed, blocks)) == blocks]
 
 
 def test_sessions_spread_over_the_paths(node):
@@ -175,13 +175,14 @@ def test_paths_that_served_in_turn_serve_together_again(node):
             node.stop()
             node.options["ssd_paths"] = paths[turn]
             node.start()
-            store(kv, range(3 * turn, 3 * turn + 3))
+            store(kv, range(3 * turn, 3 * turn + 3), blocks=4 + turn)
         node.stop()
         node.options["ssd_paths"] = ",".join(paths)
         node.start()
         assert not any(pool["failure"] for pool in node.status()["pools"])
-        assert hits(kv, range(9)) == list(range(9))
-        assert node.check()["sessions"] == 9
+        for turn in range(PATHS):
+            assert len(hits(kv, range(3 * turn, 3 * turn + 3), blocks=4 + turn)) == 3
+        assert node.check()["sessions"] == 9, "they have counted the same generations"
 
 
 def test_a_path_can_move_to_another_node_and_beside_another_path_but_not_beside_its_copy(tmp_path):

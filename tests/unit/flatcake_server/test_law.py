@@ -206,7 +206,7 @@ def test_what_a_lost_path_held_is_stored_again_while_it_looks(tmp_path):
     lost = [s for s in core.store.catalog.sessions.values() if s.pool == 1]
     assert len(lost) > LAST_SESSIONS
     assert lost[-1].name != "s5", "something is left to look at when all of them are counted"
-    counted = {segment.generation for session in lost for segment in session.segments}
+    counted = {(session.session_no, segment.generation) for session in lost for segment in session.segments}
     real, go = core.node.retirement._unload, asyncio.Event()
 
     async def unload_later(disk):
