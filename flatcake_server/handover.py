@@ -138,9 +138,10 @@ class Handover:
                 if not answering.done() and receiving.result():  # it asks on before it is answered
                     await asyncio.wait({answering})
                 if answering.done():
-                    await self._reply(connection, *answering.result())
+                    answer, answering = answering.result(), None
+                    await self._reply(connection, *answer)
         finally:
-            if answering is not None and not answering.done():
+            if answering is not None:
                 answering.add_done_callback(_close_unsent)
             await end([receiving])
 

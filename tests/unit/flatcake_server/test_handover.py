@@ -14,7 +14,7 @@ from core import Core, Yield, chain
 from flatcake_server import handover as handover_module
 from flatcake_server.handover import Handover
 from flatcake_transport.errors import Unavailable
-from flatcake_transport.handoff import Attach, Request, Status, Verb, decode_reply, encode_attach, encode_request
+from flatcake_transport.handoff import Attach, Reply, Request, Status, Verb, decode_reply, encode_attach, encode_request
 from flatcake_transport.space import SpaceSpec
 
 ONE = SpaceSpec("one", "u8", 16, (4096,))
@@ -148,6 +148,36 @@ def test_a_client_that_dies_behind_a_disk_that_hangs_is_gone_at_once(tmp_path):
     ((fd,),) = opened
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)
+    core.close()
+
+
+def test_an_end_that_meets_an_answer_leaves_no_descriptor(tmp_path):
+    """Told to end in the turn of the loop in which its answer is ready."""
+    core, opened = Core(tmp_path), []
+    handover = Handover(core.store, core.node.arena, core.node.config.handover_path, 0o600, 1)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for each in (ours, theirs):
+        each.setblocking(False)
+
+    async def story() -> None:
+        async def answer(_client_id, _request):
+            opened.append(os.dup(core.node.arena.fd))
+            serving.cancel()
+            return Reply(), opened
+
+        handover._answer = answer
+        serving = asyncio.ensure_future(handover._answer_all(theirs, 1))
+        await asyncio.get_running_loop().sock_sendall(ours, encode_request(Request(Verb.ARENA)))
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        await Yield()
+
+    core.do(story())
+    (fd,) = opened
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+    ours.close()
+    theirs.close()
     core.close()
 
 
