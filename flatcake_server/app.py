@@ -139,6 +139,7 @@ class Node:
             sizing=SizingPolicy(),
             copy_bytes_max=int(config.copy_memory_share * config.memory_bytes) if config.copy_after_hits else 0,
             wall_s=time.time,
+            now_s=time.monotonic,
         )
         committer = Committer(
             self.catalog,

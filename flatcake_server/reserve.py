@@ -72,6 +72,7 @@ class Reserver:
         sizing: SizingPolicy,
         copy_bytes_max: int,
         wall_s: Callable[[], float],
+        now_s: Callable[[], float],
     ) -> None:
         self._catalog = catalog
         self._memory = memory
@@ -87,6 +88,7 @@ class Reserver:
         self._copying: list[Part] = []
         self.copies_refused = 0
         self._wall_s = wall_s
+        self._now_s = now_s
 
     def session(self, spec: SpaceSpec, fingerprint: Fingerprint, name: str, *, shared: bool = False) -> Session:
         """The session of that name, made if it is not there. Raises: Overloaded: as many as there may be."""
@@ -210,14 +212,19 @@ class Reserver:
         written = sum(file.committed_bytes for file in session.files)
         wanted = file_bytes(total_bytes, written, last.created_bytes if last else 0, self._sizing)
         disks = [self._disks[session.pool]] if last is not None else self._roomiest_first()
-        for disk in disks:
-            session.pool = disk.pool
-            try:
-                file = await self._further_file(session, disk, total_bytes, wanted)
-                break
-            except DiskFull:
-                if disk is disks[-1]:
-                    raise
+        home = session.pool
+        try:
+            for disk in disks:
+                session.pool = disk.pool
+                try:
+                    file = await self._further_file(session, disk, total_bytes, wanted)
+                    break
+                except (Overloaded, Unavailable):
+                    if disk is disks[-1] or session.gone:
+                        raise
+        except BaseException:
+            session.pool = home  # it has nothing on the others, and is not lost with one of them
+            raise
         session.files.append(file)
         self._catalog.count_tail(session)
         # Also a sealed one, and what a turn that was given up had in one before: nobody looks at their tails again.
@@ -229,7 +236,7 @@ class Reserver:
         alive = [disk for disk in self._disks.values() if not disk.failure]
         if not alive:
             raise Unavailable("every SSD path is out of service")
-        again_s = self._wall_s() - FULL_TOLD_S
+        again_s = self._now_s() - FULL_TOLD_S
 
         def fitness(disk: Disk) -> tuple[bool, bool, int]:
             return disk.waited_s <= SLOW_S, not disk.full or disk.full_told_s <= again_s, disk.free_bytes
@@ -273,7 +280,7 @@ class Reserver:
 
     def _tell_refused(self, disk: Disk, error: Overloaded) -> None:
         """Others have filled its file system, say: no session that goes here would keep room for us."""
-        disk.full, now_s = disk.full or isinstance(error, DiskFull), self._wall_s()
+        disk.full, now_s = disk.full or isinstance(error, DiskFull), self._now_s()
         if now_s >= disk.full_told_s + FULL_TOLD_S:
             disk.full_told_s = now_s
             log.warning(

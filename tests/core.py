@@ -120,7 +120,8 @@ class Core:
         node.build_store()
         for owner in (node.store, node.store.reserver, node.store.committer):
             owner._wall_s = lambda: self.now_s
-        node.store._now_s = lambda: self.now_s
+        for owner in (node.store, node.store.reserver):
+            owner._now_s = lambda: self.now_s
         real, disk_module.Journal = disk_module.Journal, self._journal  # type: ignore[assignment,misc]
         try:
             await node.adopt()

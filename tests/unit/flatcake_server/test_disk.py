@@ -10,10 +10,11 @@ import pytest
 from core import Core, Yield
 
 from flatcake_server import disk as disk_module
+from flatcake_server.catalog import MEMORY_POOL
 from flatcake_server.disk import Disk
 from flatcake_server.handover import Handover
 from flatcake_server.session import DiskFull
-from flatcake_transport.errors import Overloaded
+from flatcake_transport.errors import Overloaded, Unavailable
 from flatcake_transport.handoff import Request, Status, Verb
 from flatcake_transport.space import SpaceSpec
 
@@ -184,6 +185,7 @@ def test_a_disk_that_others_fill_takes_none_of_the_others_along(tmp_path, monkey
     core.open(ONE)
     full = core.node.disks[1]
     full.files.create = lambda *_: tries.append(core.now_s) or refuse()
+    core.store.reserver._wall_s = lambda: 1e9 - core.now_s  # somebody sets it back
 
     def refuse():
         raise DiskFull("others are there")
@@ -196,6 +198,33 @@ def test_a_disk_that_others_fill_takes_none_of_the_others_along(tmp_path, monkey
     assert sorted({int(at_s - tries[0]) for at_s in tries}) == [0, 60]
     core.check(data=True)
     core.check_rest()
+    core.close()
+
+
+@pytest.mark.parametrize("error", [Overloaded("too large"), Unavailable("EIO")], ids=["too large", "dead"])
+def test_a_path_that_takes_no_file_leaves_it_to_the_next(tmp_path, error):
+    """For whatever reason. Where none takes it, the session stays where it was: nothing of it is lost with a path."""
+    core = Core(tmp_path, paths=3)
+    core.open(ONE)
+    core.put(ONE, [1], session="s", turn=2, context_tokens=1, previous_reply_tokens=1)
+    session = core.store.catalog.find(ONE.fingerprint, "s")
+    assert (session.pool, session.files) == (MEMORY_POOL, [])
+
+    def refuse(*_):
+        raise error
+
+    core.node.disks[1].files.create = refuse
+    core.put(ONE, [2], session="t")
+    assert core.store.catalog.find(ONE.fingerprint, "t").pool == 2
+    for disk in core.node.disks.values():
+        disk.files.create = refuse
+    with pytest.raises(type(error)):
+        core.put(ONE, [1, 2], session="s")
+    assert session.pool == MEMORY_POOL
+    for pool in core.node.disks:
+        core.do(core.lose(pool))
+    assert core.hit(ONE, [1])[0] == 1
+    core.check()
     core.close()
 
 
