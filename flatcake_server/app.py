@@ -44,6 +44,7 @@ from flatcake_server.room import Room
 from flatcake_server.rpc import Identity, StoreService, Timings
 from flatcake_server.rpc_server import RpcServer
 from flatcake_server.rpc_views import AdminService, Views
+from flatcake_server.session import number_of_now
 from flatcake_server.sizing import SizingPolicy
 from flatcake_server.sockets import take_socket
 from flatcake_server.store import Bounds, Store
@@ -76,8 +77,8 @@ class Node:
             for pool, path in enumerate(config.ssd_paths, 1)
         }
         self.catalog = Catalog(BlockIndex(config.index_blocks_max, seed=secrets.randbits(63)))
-        # In microseconds: paths that served apart, in turn or on other nodes, name no two files alike and can serve together.
-        self.numbers = Numbers(file_id=time.time_ns() // 1000)
+        # Paths that served apart, in turn or on other nodes, name no two files alike and can serve together.
+        self.numbers = Numbers(file_id=number_of_now())
         self.leases = LeaseTable(config.lease_ttl, config.leases_max)
         self.retirement = Retirement(self.catalog, self.memory, self.ssd_range, self.leases, self.disks)
         self.room = Room(

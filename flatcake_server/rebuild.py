@@ -9,8 +9,8 @@ Files are sealed and nothing in them is changed. The new journal is made beside 
 renaming; the old one stays as `journal.old`. Killed at any moment, rebuild leaves the old journal, or the new one, or none
 and `journal.old`: then a daemon refuses to start until it has been run again.
 
-Ids go on from the old journal's marks where those can be read. Where they cannot, from the seconds since 1970 times 2^20, which
-no store reaches by counting: no id of a file that was deleted before is used again.
+Ids go on from the old journal's marks where those can be read. Where they cannot, from the clock, as a daemon counts files
+(`number_of_now`): no id of a file that was deleted before is used again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import contextlib
 import os
 import shutil
 import struct
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +38,15 @@ from flatcake_server.journal_records import (
 )
 from flatcake_server.records import FileId, FileRecord, Generation, SegmentRecord, SessionNo, SessionRecord
 from flatcake_server.scan import SessionFileReader
-from flatcake_server.session import LOCK_NAME, SESSIONS_NAME, file_path, lock_path, walk_files
+from flatcake_server.session import (
+    LOCK_NAME,
+    SESSIONS_NAME,
+    file_path,
+    lock_path,
+    number_of_now,
+    sync_file,
+    walk_files,
+)
 from flatcake_transport.address import Address, Medium
 from flatcake_transport.errors import FlatCakeError, Unavailable
 from flatcake_transport.footer import Footer
@@ -82,7 +89,7 @@ def rebuild(path: Path, *, progress: Progress = lambda _done, _total: None) -> d
     fd = lock_path(path)
     try:
         meta, marks = _old_meta(path)
-        first = marks or (int(time.time()) << 20,) * 3
+        first = marks or (number_of_now(),) * 3
         found = _Found(next_session_no=first[0], vouched=_old_segments(path))
         _read_files(path, found, progress)
         ids = (
@@ -132,6 +139,8 @@ def _read_files(path: Path, found: _Found, progress: Progress) -> None:
         try:
             with SessionFileReader(file_path(path, file_id), file_id) as reader:
                 good = [footer for footer in reader.footers(specs) if _is_good(reader, footer, found)]
+            if good:
+                sync_file(reader.path)  # what was read may have been in memory only, and is recorded as on the disk
         except Unavailable:
             found.unreadable_files += 1
             good = []

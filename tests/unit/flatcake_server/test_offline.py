@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from disk_path import SPEC, DiskPath, flip, raw_file, same_segment, snapshot
 from rocksdict import Options, Rdict
 
 from flatcake_server import offline
+from flatcake_server.journal import MARK_STEP
 from flatcake_server.scan import SessionFileReader
 from flatcake_server.session import PathInUse
 from flatcake_transport.errors import Corrupt
@@ -236,6 +238,15 @@ def test_rebuild(root, loss):
         assert (getattr(after, name) > 1 << 50) == (loss != "nothing"), "from the marks where they can be read"
 
 
+def test_what_a_rebuild_read_is_on_the_disk_before_it_says_so(root, monkeypatch):
+    """It may have read what is in memory only: nothing was synced before."""
+    with DiskPath(root) as path:
+        files = {raw_file(root, file_id).stat().st_ino for file_id in path.image.files}
+    synced, fdatasync = set(), os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.add(os.fstat(fd).st_ino) or fdatasync(fd))
+    assert offline.rebuild(root)["files"] == len(files & synced) == len(files)
+
+
 def test_rebuild_finds_what_the_journal_never_heard_of(root):
     """Killed between footer and journal: the segment is whole, so it is taken over."""
     with DiskPath(root) as path:
@@ -336,11 +347,14 @@ def test_rebuild_keeps_what_the_node_said(root):
 
 
 def test_without_marks_ids_come_from_the_clock(root):
+    """As a daemon counts files: a path rebuilt now and one begun in a year never have the same."""
     shutil.rmtree(root / "journal")
+    before = time.time_ns() // 1000
     offline.rebuild(root)
+    after = time.time_ns() // 1000 + 2 * MARK_STEP
     with DiskPath(root) as path:
         ids = (path.image.next_session_no, path.image.next_file_id, path.image.next_generation)
-    assert min(ids) > 1 << 50
+    assert before <= min(ids) <= max(ids) <= after
 
 
 def test_an_interrupted_rebuild_is_not_a_new_path(root):
