@@ -5,8 +5,8 @@ in it and never appended to again: a client of the old daemon may still hold a d
 Starting twice gives the same.
 
 Decided per path by `plan_adoption` from the journal's image and the list of files; carried out by `adopt`. What takes long or asks the
-disk runs in its threads, since a signal must be heard meanwhile. All but the reading of the journal, which takes as long as it is
-large, are short steps: a path that does not answer one within `OPEN_S` is left out where there are others.
+disk runs in its threads, since a signal must be heard meanwhile. All are short steps, and so is each record in the reading of the journal,
+which takes as long as it is large: a path that does not answer one within `OPEN_S` is left out where there are others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from flatcake_server.extents import ExtentAllocator
 from flatcake_server.journal_records import JournalImage
 from flatcake_server.records import FileId, FileRecord, Generation, SegmentRecord, SessionNo, SessionRecord
 from flatcake_server.reserve import SHARED_PREFIX, Numbers
-from flatcake_server.session import PathInUse
+from flatcake_server.session import PathInUse, sync_file
 from flatcake_transport.address import Address, Medium
 from flatcake_transport.errors import Corrupt, FlatCakeError, Unavailable
 from flatcake_transport.layout import align_up
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN_S: Final = 60.0  # a command to a disk that is dying fails after half a minute
+LOOK_S: Final = 1.0  # between two looks at how far a journal has been read
 
 
 @dataclass(slots=True)
@@ -121,19 +123,22 @@ async def take_over(disks: Sequence[Disk], ssd_range: ExtentAllocator, node_id: 
 
 async def _opened(disk: Disk, node_id: int) -> JournalImage:
     await _answered(disk, disk.run(disk.open))
-    return await disk.read(disk.journal.load, node_id)
+    return await _answered(disk, disk.run(disk.journal.load, node_id), lambda: disk.journal.records_read)
 
 
-async def _answered(disk: Disk, work: Coroutine[Any, Any, T]) -> T:
-    """Raises: Unavailable: a step of the work has lasted for `OPEN_S`. What it raises."""
-    task = asyncio.ensure_future(work)
+async def _answered(disk: Disk, work: Coroutine[Any, Any, T], progress: Callable[[], int] = lambda: 0) -> T:
+    """Raises: Unavailable: a step of the work has lasted for `OPEN_S`, and `progress` said nothing new. What it raises."""
+    task, said, since_s = asyncio.ensure_future(work), 0, time.monotonic()
     try:
         while not task.done():
-            if (left_s := OPEN_S - disk.waited_s) <= 0:
+            now_s = time.monotonic()
+            if (says := progress()) != said:
+                said, since_s = says, now_s
+            if (left_s := OPEN_S - min(disk.waited_s, now_s - since_s)) <= 0:
                 raise Unavailable(
                     f"SSD path {disk.path} cannot be opened: its disk has not answered for {OPEN_S:g} s: look at it and its mount"
                 )
-            await asyncio.wait({task}, timeout=left_s)
+            await asyncio.wait({task}, timeout=min(left_s, LOOK_S))
         return task.result()
     finally:
         task.cancel()
@@ -165,8 +170,8 @@ async def adopt(
         on_disk |= await disk.run(disk.files.list, folder)
     if taken.file_ids & (image.files.keys() | on_disk.keys()):
         raise Unavailable(
-            f"{disk.path} has session files with the numbers of another path's, as a copy of it has: "
-            "serve it alone, or empty it"
+            f"{disk.path} has session files with the numbers of another path's: it is a copy of it, or they counted from the "
+            "same number (a clock that was set back): serve it alone, or empty it"
         )
     if image.fresh and on_disk:
         raise Corrupt(
@@ -235,6 +240,7 @@ async def _renumber(disk: Disk, plan: Adoption, taken: Taken) -> None:
         plan.files[new] = [replace(file, session_no=new) for file in plan.files.pop(old)]
         plan.segments[new] = [replace(segment, session_no=new) for segment in plan.segments.pop(old)]
         for file in plan.files[new]:
+            await disk.run(sync_file, disk.files.path_of(file.file_id))  # its segments may have been of this boot only
             mine = [segment for segment in plan.segments[new] if segment.file_id == file.file_id]
             await disk.run(disk.journal.commit, record, file, mine, {})
         await disk.run(disk.journal.drop, old, [], [])

@@ -347,7 +347,7 @@ class Node:
         closing = asyncio.get_running_loop().run_in_executor(threads, disk.close)
         if not await _in_time(closing, CLOSE_TIMEOUT_S):
             self._rested = False
-            log.error("SSD path %s hangs; it is left as it is, as a kill would", disk.path)
+            log.error("SSD path %s does not end what it does; it is left as it is, as a kill would", disk.path)
 
 
 async def _in_time(work: Awaitable[object], timeout_s: float) -> bool:

@@ -164,7 +164,9 @@ class Disk:
         return failures
 
     def close(self) -> None:
-        """Wait for what is under way, then let go of the path. Blocks, where it hangs for ever. Twice is fine."""
+        """Wait for what is under way, but for the reading of a journal, then let go of the path. Blocks, where it hangs for ever. Twice is fine."""
+        if self._journal is not None:
+            self._journal.stopping = True
         self._threads.shutdown(cancel_futures=True)
         if self._journal is not None:
             self._journal.close()

@@ -98,17 +98,27 @@ class Journal:
         self._known: set[Fingerprint] = set()
         self._marks = (0, 0, 0)
         self._failure = ""
+        self.records_read = 0  # by `load` so far
+        self.stopping = False  # whoever sets it ends `load`
 
     def load(self, node_id: int = 0) -> JournalImage:
         """Read everything, and remember that ids may be used from here on. To be called once, before anything is written.
 
-        Raises: Corrupt: a record is damaged, or speaks of one that is not there.
+        Raises: Corrupt: a record is damaged, or speaks of one that is not there. Unavailable: `stopping`, or the disk fails.
         """
-        image = read_image(self._records, node_id, self._boot_id, fresh=self._fresh)
+        image = read_image(self, node_id, self._boot_id, fresh=self._fresh)
         self._known = set(image.spaces)
         self.drop(None, [], image.forgotten)
         self.cover(image.next_session_no, image.next_file_id, image.next_generation)
         return image
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """What `load` reads, with a word of how far it is."""
+        for record in self._records.scan(prefix):
+            if self.stopping:
+                raise Unavailable("the journal is being closed")
+            self.records_read += 1
+            yield record
 
     def commit(
         self,

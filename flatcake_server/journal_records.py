@@ -47,12 +47,16 @@ SYNCED: Final = bytes(16)  # in place of the boot id: the data outlives the boot
 Puts = Sequence[tuple[bytes, bytes]]
 
 
-class RecordStore(Protocol):
-    """Ordered bytes to bytes with atomic batches: RocksDB, or a dict in tests. Thread-safe."""
+class Records(Protocol):
+    """Ordered bytes to bytes, to be read. Thread-safe."""
 
     def scan(self, prefix: bytes) -> Iterable[tuple[bytes, bytes]]:
         """Records whose key begins with one byte, by key. Raises: Corrupt: one cannot be read."""
         ...
+
+
+class RecordStore(Records, Protocol):
+    """With atomic batches: RocksDB, or a dict in tests. Thread-safe."""
 
     def write(self, puts: Puts, deletes: Sequence[bytes], *, sync: bool) -> None:
         """All or nothing. `sync`: on the disk, where no damage to the log takes it back. Raises: Unavailable."""
@@ -89,7 +93,7 @@ class JournalImage:
         return sum(len(segment.keys) for segment in self.segments)
 
 
-def read_image(records: RecordStore, node_id: int, boot_id: bytes, *, fresh: bool = False) -> JournalImage:
+def read_image(records: Records, node_id: int, boot_id: bytes, *, fresh: bool = False) -> JournalImage:
     """Read all records and check that each speaks only of others that are there. Changes nothing. Raises: Corrupt."""
     meta = {key[1:].decode(errors="replace"): value for key, value in records.scan(META)}
     try:
@@ -122,7 +126,7 @@ def read_image(records: RecordStore, node_id: int, boot_id: bytes, *, fresh: boo
     )
 
 
-def read_vouched(records: RecordStore) -> Iterator[tuple[Generation, tuple[int, int, bytes]]]:
+def read_vouched(records: Records) -> Iterator[tuple[Generation, tuple[int, int, bytes]]]:
     """Segments whose bytes are on the disk by word of the journal: generation; file id, offset, last key. Raises: Corrupt."""
     for key, value in records.scan(SEGMENTS):
         _, file_id, offset, _, _, _, blocks, _, boot = _SEGMENT.unpack_from(value)
@@ -165,7 +169,7 @@ def encode_segment(segment: SegmentRecord, boot_id: bytes = SYNCED) -> tuple[byt
 
 
 def _read_segments(
-    records: RecordStore, files: Mapping[FileId, FileRecord], node_id: int, boot_id: bytes
+    records: Records, files: Mapping[FileId, FileRecord], node_id: int, boot_id: bytes
 ) -> tuple[list[SegmentRecord], list[Generation]]:
     """The one loop of a start that runs once a segment: no call in it that could be outside. 4 us a segment."""
     segments: list[SegmentRecord] = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from core import BOOT_ID, Core
+from core import BOOT_ID, Core, DictRecords, Yield
 from faults import files_of
 
 from flatcake_server import adopt as adopt_module
@@ -15,7 +18,8 @@ from flatcake_server.adopt import Taken, adopt, plan_adoption
 from flatcake_server.catalog import Catalog
 from flatcake_server.disk import Disk
 from flatcake_server.journal import Journal
-from flatcake_server.journal_records import read_image
+from flatcake_server.journal_records import read_image, read_vouched
+from flatcake_server.records import FileId
 from flatcake_server.session import SessionFiles
 from flatcake_transport.errors import Corrupt, Unavailable
 from flatcake_transport.space import SpaceSpec
@@ -114,8 +118,10 @@ def test_a_files_range_that_is_taken_moves(core):
     assert restarted(core) == (5, 1)
 
 
-def test_sessions_of_one_number_on_two_paths(tmp_path):
+def test_sessions_of_one_number_on_two_paths(tmp_path, monkeypatch):
     """A rebuilt journal counts from 1 again: the second path's session gets another number, for good."""
+    synced, fdatasync = set(), os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.add(os.fstat(fd).st_ino) or fdatasync(fd))
     core = Core(tmp_path, paths=2)
     core.open(ONE)
     core.put(ONE, [1], session="a")
@@ -125,7 +131,7 @@ def test_sessions_of_one_number_on_two_paths(tmp_path):
     (b,) = [s for s in core.store.catalog.sessions.values() if s.pool == 2]
     b_segment = b.segments[0]
     record, file = replace(b.record(), session_no=a.session_no), replace(b.files[0].record(a.session_no))
-    other.journal.commit(record, file, [replace(b_segment, session_no=a.session_no)], {})
+    other.journal.commit(record, file, [replace(b_segment, session_no=a.session_no)], {}, synced=False)
     other.journal.drop(b.session_no, [], [])
     for _ in range(2):
         core.restart()
@@ -133,6 +139,8 @@ def test_sessions_of_one_number_on_two_paths(tmp_path):
         assert [core.hit(ONE, [n])[0] for n in (1, 2)] == [1, 1]
         assert len(core.store.catalog) == 2
         core.check(data=True)
+        vouched = {FileId(file_id) for _, (file_id, _, _) in read_vouched(core.records(2))}
+        assert {core.node.disks[2].files.path_of(file_id).stat().st_ino for file_id in vouched} <= synced, "a power cut"
     assert one.path != other.path
     core.close()
 
@@ -173,6 +181,7 @@ def test_a_path_with_the_file_numbers_of_another_is_refused(tmp_path):
     core.restart()
     core.open(ONE)
     assert "numbers of another path" in core.node.disks[2].failure
+    assert "or they counted from the same number" in core.node.disks[2].failure
     assert core.hit(ONE, [1])[0] == 1
     assert twin.exists()
     core.check()
@@ -272,24 +281,27 @@ def test_an_index_made_smaller_keeps_what_was_used_last(tmp_path, caplog):
     core.close()
 
 
-def test_a_path_that_hangs_while_it_is_adopted_is_left_out(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["journal", "files"])
+def test_a_path_that_hangs_while_it_is_adopted_is_left_out(tmp_path, monkeypatch, where):
     core, answers, asked = Core(tmp_path, paths=2), threading.Event(), set()
     core.open(ONE)
     core.put(ONE, [1], session="a")
     core.put(ONE, [2], session="b")
     lost = core.store.catalog.find(ONE.fingerprint, "a").pool
-    listed = SessionFiles.list
+    hanging, path = core.records(lost), core.node.disks[lost].path
+    owner, name = (DictRecords, "scan") if where == "journal" else (SessionFiles, "list")
+    real, waited_s = getattr(owner, name), Disk.waited_s.fget
 
-    def hangs(files, *folders):
-        if files.root == core.node.disks[lost].path:
+    def hangs(each, *arguments):
+        if each is hanging or getattr(each, "root", None) == path:
             asked.add(lost)
-            answers.wait()
-        return listed(files, *folders)
+            answers.wait(20)
+        return real(each, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SessionFiles, "list", hangs)
+        patch.setattr(owner, name, hangs)
         patch.setattr(adopt_module, "OPEN_S", 0.01)
-        patch.setattr(Disk, "waited_s", property(lambda disk: float(disk.pool in asked)))
+        patch.setattr(Disk, "waited_s", property(lambda disk: waited_s(disk) if disk.pool in asked else 0.0))
         try:
             core.restart()
         finally:
@@ -299,6 +311,24 @@ def test_a_path_that_hangs_while_it_is_adopted_is_left_out(tmp_path, monkeypatch
     assert [core.hit(ONE, [number])[0] for number in (1, 2)] == [0, 1]
     core.check()
     core.close()
+
+
+def test_a_journal_may_be_long_where_it_is_read(monkeypatch):
+    """The whole of it has no deadline, each record has."""
+    monkeypatch.setattr(adopt_module, "OPEN_S", 5.0)
+    monkeypatch.setattr(adopt_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(adopt_module, "time", SimpleNamespace(monotonic=itertools.count().__next__))  # a second a look
+    disk, reads = SimpleNamespace(path="ssd", waited_s=1e9), itertools.count(1)
+
+    async def reading():
+        for _ in range(100):
+            await Yield()
+        return "read"
+
+    assert asyncio.run(adopt_module._answered(disk, reading(), reads.__next__)) == "read"
+    assert next(reads) > 10
+    with pytest.raises(Unavailable, match="has not answered"):
+        asyncio.run(adopt_module._answered(disk, asyncio.Event().wait(), lambda: 7))
 
 
 def test_a_signal_is_heard_while_a_large_node_is_adopted(core, monkeypatch):

@@ -20,6 +20,7 @@ from flatcake_server import adopt, app
 from flatcake_server.app import Node
 from flatcake_server.cli_serve import serve_command
 from flatcake_server.config import NodeConfig
+from flatcake_server.journal import RocksRecords
 from flatcake_transport.errors import Unavailable
 
 STEPS = [
@@ -125,6 +126,42 @@ def test_a_node_whose_disks_all_hang_or_are_gone_does_not_start(tmp_path, monkey
             answers.set()
 
     asyncio.run(story())
+
+
+def test_a_start_that_reads_its_journal_ends_when_it_is_told_to(tmp_path, monkeypatch):
+    """However long that is: it hangs in no disk. Nothing is left open either."""
+    (tmp_path / "ssd").mkdir()
+    monkeypatch.setattr(app, "CLOSE_TIMEOUT_S", 60.0)
+    scan, begun, over = RocksRecords.scan, threading.Event(), threading.Event()
+
+    def endless(records, prefix):
+        for record in scan(records, prefix):
+            begun.set()
+            while not over.is_set():
+                yield record
+
+    async def story():
+        with monkeypatch.context() as patch:
+            patch.setattr(RocksRecords, "scan", endless)
+            node = Node(config_on(tmp_path, "ssd"))
+            starting = asyncio.ensure_future(node.start())
+            await asyncio.to_thread(begun.wait)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            assert await node.stop()
+            assert not over.is_set()
+        node = Node(config_on(tmp_path, "ssd"))
+        await node.start()
+        assert node.healthy() == ""
+        assert await node.stop()
+
+    giving_up = threading.Timer(50.0, over.set)
+    giving_up.start()
+    try:
+        asyncio.run(story())
+    finally:
+        giving_up.cancel()
+        over.set()
 
 
 def test_paths_that_hang_at_the_end_keep_no_other_from_being_closed(tmp_path, monkeypatch):
