@@ -10,6 +10,7 @@ thread-safe by itself. After a fork the child has nothing: connections are close
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -215,9 +216,11 @@ class Client:
         if connection is not None:
             connection.retire()
         self._rpc.close()
-        if settled:  # as far as is known here: a disk that hangs under what was lost holds up the thread, and not us
-            self.linger.leave([], self.tools.close)
-            self.linger.settle(max(0.0, deadline_s - time.monotonic()))
+        if settled:  # as far as is known here: a disk that hangs under what was lost holds up a thread of its own
+            closing = threading.Thread(target=self.tools.close, name="flatcake-close", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: the interpreter ends, and all others with it
+                closing.start()
+                closing.join(max(0.0, deadline_s - time.monotonic()))
 
     def __enter__(self) -> Self:
         return self
@@ -321,7 +324,7 @@ class Client:
 
     def _say_unreachable(self, error: Exception) -> None:
         """One log line when it begins, not one a request; nor two in `SAY_PAUSE_S`, where every other one succeeds."""
-        if self._reachable and time.monotonic() >= self._say_after_s:
+        if self._reachable and not self._closed and time.monotonic() >= self._say_after_s:
             self._reachable = False
             self._say_after_s = time.monotonic() + SAY_PAUSE_S
             log.warning("FlatCake at %s is out of reach, blocks are recomputed meanwhile: %s", self._endpoint, error)

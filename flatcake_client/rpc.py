@@ -106,6 +106,8 @@ class Rpc:
             broken = self._channel
             self._dial()
             broken.close()
+            if self._closed:  # meanwhile, and what was closed is the old one
+                self._channel.close()
         request = store_pb2.HelloRequest(protocol=PROTOCOL, client_name=name)
         reply = self._call(self._stub.Hello, request, timeout_s)
         return Welcome(

@@ -205,9 +205,10 @@ class Tools:
             direct = [each[0] for each in self._direct.values() if each is not None]
             remote = self._remote[0] if self._remote is not None else None
             served = self._served[0] if self._served is not None else None
-            for mover in (self._memory, self._files, served, remote, *direct):
-                if mover is not None:
-                    mover.close()
+            movers: list[Mover | None] = [self._memory, self._files, served, remote, *direct]
+        for mover in movers:  # without the lock: who asks for figures or another restore meanwhile has an answer
+            if mover is not None:
+                mover.close()
 
     def _memory_mover(self) -> Mover:
         with self._lock:

@@ -66,6 +66,22 @@ def test_close_waits_for_nobody_who_greets(daemon, monkeypatch):
     until(lambda: not daemon.attached)
 
 
+def test_a_greeting_that_meets_a_close_is_neither_kept_nor_told_of(daemon, client, monkeypatch, caplog):
+    """The channel that it makes in place of a broken one would be nobody's to close."""
+    dial = client._rpc._dial
+
+    def closed_meanwhile():
+        client.close()
+        dial()
+
+    client._rpc._broken = True
+    monkeypatch.setattr(client._rpc, "_dial", closed_meanwhile)
+    hit = Kv(client).space.lookup(np.zeros((3, 16), np.uint8))
+    assert "the client is closed" in str(hit.failure)
+    assert "hello" not in daemon.calls
+    assert not [record for record in caplog.records if record.name.startswith("flatcake")]
+
+
 def test_close_waits_for_no_read_that_the_engine_lost(daemon, monkeypatch):
     """The disk hangs, and so would whoever waits for the threads that read it."""
     client, go, preadv = fc.connect(daemon.endpoint, timeout_s=20.0), threading.Event(), posix._preadv
@@ -82,13 +98,24 @@ def test_close_waits_for_no_read_that_the_engine_lost(daemon, monkeypatch):
     assert hit.restore(target, np.arange(3), timeout_s=0.2).wait() == 0
     del hit
     gc.collect()
-    closing = threading.Thread(target=client.close, args=(0.2,))
-    closing.start()
-    closing.join(30)
+    turn = kv.space.begin_turn(kv.space.keys(kv.tokens(2, 3)))
+    with turn._lock:  # it is being written
+        closing = threading.Thread(target=client.close, args=(0.2,))
+        closing.start()
+        closing.join(30)
     waited = closing.is_alive()
-    go.set()
-    closing.join()
-    assert not waited
+    asking = threading.Thread(target=client.stats)
+    try:
+        assert not waited
+        asking.start()
+        asking.join(30)
+        assert not asking.is_alive(), "figures wait for no disk"
+        del turn
+        gc.collect()
+        until(lambda: client.stats().turns_aborted == 1)
+    finally:
+        go.set()
+        closing.join()
 
 
 def test_a_connection_that_a_write_kept_open_at_close_is_closed_when_it_has_landed(daemon, monkeypatch):
