@@ -31,6 +31,7 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 import flatcake_client as fc
+from flatcake_client.deadline import checked_timeout
 from flatcake_client.engines.edge import Edge
 from flatcake_client.engines.fingerprint import digest_of
 from flatcake_client.engines.lmcache_chunks import ChunkKind, ChunkStats, ChunkStore, FoundRun
@@ -98,8 +99,10 @@ class FlatCakeConnector(RemoteConnector):  # type: ignore[misc]
             chunk_tokens=metadata.chunk_size,
             weights=f"{settings.get('weights', '')} {digest_of(metadata.model_name or '')}".strip(),
         )
-        self._load_timeout_s = float(settings.get("load_timeout_s", LOAD_SHARE * config.blocking_timeout_secs))
-        self._store_timeout_s = float(settings.get("store_timeout_s", STORE_TIMEOUT_S))
+        load_timeout_s = float(settings.get("load_timeout_s", LOAD_SHARE * config.blocking_timeout_secs))
+        self._load_timeout_s = checked_timeout("load_timeout_s", load_timeout_s)
+        store_timeout_s = float(settings.get("store_timeout_s", STORE_TIMEOUT_S))
+        self._store_timeout_s = checked_timeout("store_timeout_s", store_timeout_s)
         self._client = fc.connect(
             settings.get("endpoint"),
             timeout_s=min(float(settings.get("timeout_s", 2.0)), self._load_timeout_s),

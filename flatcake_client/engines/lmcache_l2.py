@@ -33,6 +33,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 import flatcake_client as fc
+from flatcake_client.deadline import checked_timeout
 from flatcake_client.engines.edge import Edge
 from flatcake_client.engines.fingerprint import digest_of
 from flatcake_client.engines.lmcache import VERSION, address_of, on_host
@@ -77,8 +78,8 @@ class FlatCakeL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]  # LMC
         if unknown:
             raise ValueError(f"unknown adapter_params {unknown}: expected {list(known)}")
         config = cls(**d)
-        if min(config.timeout_s, config.load_timeout_s, config.store_timeout_s) <= 0:
-            raise ValueError("timeouts are seconds, more than 0")
+        for name in ("timeout_s", "load_timeout_s", "store_timeout_s"):
+            checked_timeout(name, getattr(config, name))
         if config.load_threads < 1 or config.waiting_max < 1:
             raise ValueError("load_threads and waiting_max are 1 or more")
         return config

@@ -30,6 +30,7 @@ import torch
 
 from flatcake_client import Client, Hit, Overloaded, Part, RestoreStats, Space, Turn, Unavailable
 from flatcake_client.arrival import Arrival
+from flatcake_client.deadline import checked_timeout
 from flatcake_client.engines.edge import Edge
 from flatcake_client.engines.landing import Landing, Landings, blocks_by_place, bytes_by_medium
 from flatcake_client.engines.probing import forward_arguments, probe, weights_digest
@@ -143,13 +144,13 @@ class TransformersEngine:
             stream_blocks_min: a prompt with fewer new blocks is stored with its reply.
 
         Raises:
-            ValueError: the model is in training mode, or its cache is not of that kind.
+            ValueError: the model is in training mode, its cache is not of that kind, or a timeout without end.
         """
         self._model = model
         self._arguments = forward_arguments(model)
         self._dtype, self._layers = probe(model, self._arguments)
         self._block_tokens = block_tokens
-        self._timeout_s = timeout_s
+        self._timeout_s = None if timeout_s is None else checked_timeout("timeout_s", timeout_s)
         self._overlap, self._stream_blocks_min = overlap, stream_blocks_min
         item = self._dtype.itemsize
         config = model.config

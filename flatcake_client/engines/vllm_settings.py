@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 import flatcake_client as fc
+from flatcake_client.deadline import checked_timeout
 from flatcake_client.engines.fingerprint import (
     ADAPTER_CONFIG,
     WEIGHT_FILES,
@@ -99,8 +100,8 @@ class Settings:
         settings = cls(**extra)
         if settings.store_at not in ("finish", "prefill"):
             raise ValueError(f"store_at is {settings.store_at!r}: expected 'finish' or 'prefill'")
-        if min(settings.lookup_timeout_s, settings.load_timeout_s, settings.store_timeout_s) <= 0:
-            raise ValueError("lookup_timeout_s, load_timeout_s and store_timeout_s are above 0")
+        for name in ("lookup_timeout_s", "load_timeout_s", "store_timeout_s"):
+            checked_timeout(name, getattr(settings, name))
         if settings.stores_max < 1 or settings.tokens_min < 1 or not 0 < settings.store_blocks_share <= 1:
             raise ValueError("stores_max and tokens_min are 1 or more, store_blocks_share is above 0 and at most 1")
         return settings

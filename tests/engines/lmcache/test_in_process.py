@@ -233,7 +233,9 @@ def test_a_store_that_nobody_waits_for_reads_only_memory_it_holds(engines, monke
     assert seen[1] == 1
 
 
-@pytest.mark.parametrize("options", [{"settings": {"treads": 2}}, {"use_layerwise": True}])
+@pytest.mark.parametrize(
+    "options", [{"settings": {"treads": 2}}, {"settings": {"store_timeout_s": "inf"}}, {"use_layerwise": True}]
+)
 def test_what_cannot_be_is_declined_at_the_start(engines, options):
     assert engines(**options).backend.connection is None, "LMCache says why, and goes on without"
 

@@ -206,7 +206,8 @@ def test_settings():
     for wrong, match in (
         ({"tokens": 1}, "knows no tokens: it knows endpoint, weights"),
         ({"store_at": "never"}, "expected 'finish' or 'prefill'"),
-        ({"load_timeout_s": 0}, "above 0"),
+        ({"load_timeout_s": 0}, "load_timeout_s is 0: expected seconds, more than 0"),
+        ({"store_timeout_s": float("inf")}, "store_timeout_s is inf"),
         ({"stores_max": 0}, "1 or more"),
     ):
         with pytest.raises(ValueError, match=match):

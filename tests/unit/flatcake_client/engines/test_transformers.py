@@ -276,6 +276,12 @@ def test_what_cannot_be_stored_block_by_block_is_refused():
         engine_of(model=torch.nn.Linear(2, 2).eval())
 
 
+@pytest.mark.parametrize("timeout_s", [float("inf"), 0])
+def test_a_timeout_that_no_restore_would_take_is_refused_at_the_start(timeout_s):
+    with pytest.raises(ValueError, match="timeout_s is"):
+        engine_of(timeout_s=timeout_s)
+
+
 @pytest.mark.parametrize(("prompt", "count"), [([], 3), ([1, 2], 0)])
 def test_nothing_to_do_is_a_callers_bug(prompt, count):
     with pytest.raises(ValueError):
