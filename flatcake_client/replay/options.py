@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from flatcake_client.arguments import Parser
-from flatcake_client.replay.systems import ABLATIONS
+from flatcake_client.replay.systems import ABLATIONS, DAEMON_ABLATIONS
 from flatcake_client.replay.workload import Shaping
 from flatcake_transport.profiles import PROFILES
 from flatcake_transport.trace import DAY_S
@@ -80,8 +80,11 @@ def parse(arguments: Sequence[str]) -> Options:
     if told.ablation and told.ablation not in ABLATIONS:
         raise ValueError(f"--ablation {told.ablation} is unknown: choose {', '.join(ABLATIONS)}")
     thresholds = (told.agent_context_tokens, told.short_reply_tokens)
-    if told.endpoint and (told.ablation == "memory-off" or thresholds != (None, None)):
-        raise ValueError("thresholds and --ablation memory-off need a daemon of the replay's own: leave --endpoint out")
+    if told.endpoint and (told.system != "flatcake" or told.adapter):
+        raise ValueError("--endpoint is of --system flatcake only")
+    if told.endpoint and (told.ablation in DAEMON_ABLATIONS or thresholds != (None, None)):
+        named = f"thresholds and --ablation {' or '.join(DAEMON_ABLATIONS)}"
+        raise ValueError(f"{named} need a daemon of the replay's own: leave --endpoint out")
     _refuse_counts(told)
     shaping = Shaping(
         limit=told.limit, sessions=told.sessions, turns=told.turns, max_tokens=told.max_tokens, from_s=told.start,

@@ -28,6 +28,7 @@ from flatcake_client.scheduler import PREFETCHES_MAX
 from flatcake_transport.errors import FlatCakeError, Unavailable
 
 ABLATIONS: Final = ("one-queue", "eviction-layout", "no-merge", "window-of-one", "memory-off")
+DAEMON_ABLATIONS: Final = ("eviction-layout", "memory-off")  # which are options of the daemon, too
 EVICTED_BLOCKS: Final = 4  # of one request that lie together under eviction-layout
 EVICTION_FILES: Final = 16  # open at a time under eviction-layout
 CLOSE_TIMEOUT_S: Final = 10.0
