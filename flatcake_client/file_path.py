@@ -126,7 +126,12 @@ class FilePath:
 
     def ahead(self, timeout_s: float) -> None:
         """Have all buffers filling, if staging is free at once."""
-        if self._stream is None and self.layers_done < self._progress.layers:
+        if self._stream is not None:
+            try:
+                self._stream.release()
+            except Unavailable as error:
+                self._blame(error, timeout_s)
+        elif self.layers_done < self._progress.layers:
             self._open(timeout_s, staging_timeout_s=0.0)
 
     def step(self, timeout_s: float) -> None:

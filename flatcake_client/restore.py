@@ -240,8 +240,6 @@ class Restore:
             if progress.over or self._done(wanted):
                 break
             lease.keep(self.left_s())
-            for path in self._remote:
-                path.keep_lease(self.left_s())
             left_s = self.left_s()
             if self._closing.is_set():
                 progress.stop(Unavailable(CLOSED))
@@ -249,8 +247,10 @@ class Restore:
                 progress.stop(Unavailable(DEADLINE))
             elif not lease.alive():
                 progress.stop(Unavailable("the lease on the hit has ended: its bytes may be gone"))
-            else:
-                wait_s = min(left_s, lease.renew_in_s, *(path.renew_in_s for path in self._remote))
+            else:  # an owner's lease hangs on ours: looked at before, the end of ours would be told as that of the owner's
+                for path in self._remote:
+                    path.keep_lease(left_s)
+                wait_s = min(self.left_s(), lease.renew_in_s, *(path.renew_in_s for path in self._remote))
                 ends_s = self._now_s() + wait_s
                 for each in self._paths:
                     each.ahead(max(0.0, ends_s - self._now_s()))

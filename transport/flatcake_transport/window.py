@@ -350,7 +350,7 @@ class ReadStream:
     @property
     def landed(self) -> bool:
         """Whether `advance` would return at once."""
-        return not self._flying or self._flying[0][2][0][1].done()
+        return self._flying[0][2][0][1].done() if self._flying else self._coming is None
 
     def _fill(self) -> None:
         while self._idle and self._coming is not None:
@@ -399,8 +399,9 @@ class ReadStream:
         transfer.wait(timeout_s)
         parts.popleft()
         while parts and parts[0][1].done():  # it is scattered along, by several cores
-            end, transfer = parts.popleft()
+            end, transfer = parts[0]
             transfer.wait()
+            parts.popleft()
         self._landed = end
         if not parts:
             self._flying.popleft()

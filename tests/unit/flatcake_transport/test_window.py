@@ -344,6 +344,23 @@ def test_one_buffer_reads_nothing_while_the_caller_looks_at_it() -> None:
     stream.close()
 
 
+def test_one_buffer_whose_step_is_over_has_the_next_to_wait_for() -> None:
+    mover, pool = Hand(FILE), StagingPool(PAGE, PAGE, 1)
+    stream = stream_of([step(1), step(2)], mover, pool)
+    mover.transfers[0].land()
+    assert stream.landed
+    assert stream.advance(0)[0] == step(1)
+    assert not stream.landed, "it is not even under way"
+    stream.release()
+    assert not stream.landed
+    mover.transfers[1].land()
+    assert stream.landed
+    assert stream.advance(0)[0] == step(2)
+    assert stream.landed
+    assert stream.advance(0) is None
+    stream.close()
+
+
 def test_all_buffers_but_the_callers_are_on_their_way() -> None:
     mover, pool = Hand(FILE), StagingPool(4 * PAGE, PAGE, 4)
     stream = stream_of([step(n) for n in range(6)], mover, pool)
@@ -395,6 +412,22 @@ def test_a_step_comes_part_by_part_and_its_buffer_is_refilled_after_the_last() -
     assert stream.advance(0)[0] == step(7)
     assert (stream.bytes_left, stream.advance(0)) == (0, None)
     stream.close()
+
+
+def test_behind_a_part_that_failed_none_comes_however_often_one_asks() -> None:
+    """It had landed with the part before it: both were looked at in one call."""
+    mover, pool = Hand(FILE), StagingPool(3 * PAGE, 3 * PAGE, 1)
+    stream = ReadStream(
+        iter([step(0, reads=3)]), {5: OpenFile(77, direct=True)}, mover, pool.open_window(0), part_bytes=PAGE
+    )
+    mover.transfers[1].error = Unavailable("EIO")
+    for transfer in mover.transfers:
+        transfer.land()
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="EIO"):
+            stream.advance(0)
+    stream.close()
+    assert pool.stats().windows_out == 0
 
 
 def test_a_part_that_fails_keeps_the_window_until_the_others_rest() -> None:
