@@ -106,6 +106,6 @@ async def start_web(application: web.Application, listen: Listen) -> tuple[web.A
         await web.SockSite(runner, bound).start()
     except OSError as error:
         await runner.cleanup()
-        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or error  # below: no name
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error  # below: no name
         raise Unavailable(f"cannot listen on {listen}: {why}: choose another --http-listen") from error
     return runner, Listen(listen.host, bound.getsockname()[1])
