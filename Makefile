@@ -107,7 +107,7 @@ bench: $(VENV)/.stamp  ## every figure, a table each
 	@for script in $$(find bench -maxdepth 1 -name '[a-z]*.py' ! -name replay_report.py | sort); do \
 	  echo "== $$script"; python "$$script" $(ARGS); done
 
-bench-replay: $(VENV)/.stamp peers  ## FlatCake, its peers and its ablations on three traces: docs/replay/, some twenty minutes
+bench-replay: $(VENV)/.stamp peers  ## FlatCake, its peers and its ablations on three traces: docs/replay/, some 25 minutes
 	python bench/replay_report.py $(ARGS)
 
 check: $(VENV)/.stamp  ## style, types, who imports whom, generated code
