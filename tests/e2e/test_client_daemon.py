@@ -177,7 +177,7 @@ def test_a_flipped_bit_is_a_miss(tmp_path):
         kv.store(tokens, session="s")
         kv.store(longer, session="s")
         run = kv.space.lookup(kv.space.keys(longer), pin=False).runs[1]
-        path = next(path for path in (tmp_path / "ssd").rglob("*.kv"))
+        (path,) = (tmp_path / "ssd").rglob(f"{run.file_id:016x}.kv")
         with path.open("r+b") as file:
             file.seek(run.file_offset + 5)
             byte = file.read(1)

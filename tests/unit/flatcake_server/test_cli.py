@@ -250,6 +250,8 @@ def test_a_command_that_is_interrupted_while_it_loads_says_nothing():
     code = """if 1:
         import os, signal, sys
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may have it ignored
+
         class Interrupted:
             def find_spec(self, name, *_):
                 if name == "typer":
